@@ -1,0 +1,64 @@
+"""The Typer application: finds the verbs, and runs the one named on the command line.
+
+A verb is a module of this package with a function ``register(app)`` that adds its command. Nothing here
+lists the verbs, so adding one is adding a file. Modules whose name starts with an underscore are shared
+pieces, not verbs. Heavy imports (torch, matplotlib) belong inside a verb's function: every start pays for
+what stands at the top of a verb's module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from typing import Annotated
+
+import typer
+
+import lamella
+import lamella.cli
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"lamella {lamella.__version__}")
+        raise typer.Exit
+
+
+def build_app() -> typer.Typer:
+    """The application with every verb of this package registered, in alphabetical order.
+
+    Raises:
+        TypeError: a module of the package is neither a verb nor named with a leading underscore.
+    """
+    # Plain text, not panels: an error must be one sentence that a terminal, a log and a test read alike.
+    app = typer.Typer(
+        name="lamella",
+        help="Moves an LLM's KV cache one slice of layers at a time, and says beforehand whether that pays.",
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+
+    @app.callback()
+    def _options(
+        version: Annotated[
+            bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+        ] = False,
+    ) -> None:
+        """Options that stand before the verb."""
+
+    for found in pkgutil.iter_modules(lamella.cli.__path__):
+        if found.name == "main" or found.name.startswith("_"):
+            continue
+        verb = importlib.import_module(f"lamella.cli.{found.name}")
+        register = getattr(verb, "register", None)
+        if register is None:
+            raise TypeError(f"{verb.__name__} has no register(app); a piece that verbs share starts with an underscore")
+        register(app)
+    return app
+
+
+def main() -> None:
+    """Entry point of the ``lamella`` command."""
+    build_app()()
