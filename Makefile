@@ -1,0 +1,48 @@
+# make demo        see what it does (a fresh CPU machine is enough)
+# make test        build the wheel, lint, types, tests: what CI runs
+# make dev         an editable environment in .venv, for working on Lamella
+# make native      rebuild the native libraries of the editable environment
+# make lint        ruff and mypy --strict
+# make test-slow   the slow tests as well, with the nightly Hypothesis profile
+#
+# demo, test and lint use .venv-wheel, which holds the built wheel and never your editable install.
+
+SHELL := /bin/bash
+ENV := .venv-wheel
+DEV := .venv
+.DEFAULT_GOAL := help
+.PHONY: help prepare demo test test-slow lint dev native clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+prepare:
+	@.ci/prepare $(ENV)
+
+lint: prepare
+	@echo "== ruff"
+	@$(ENV)/bin/ruff check .
+	@$(ENV)/bin/ruff format --check .
+	@echo "== mypy --strict on the built wheel"
+	@rm -rf build/typed && $(ENV)/bin/pip install --quiet --no-deps --target build/typed dist/*.whl
+	@cd build && MYPYPATH=typed ../$(ENV)/bin/mypy --config-file ../pyproject.toml \
+		--python-executable ../$(ENV)/bin/python --cache-dir ../.mypy_cache -p lamella
+
+test: lint
+	@echo "== pytest, on the installed wheel"
+	@HYPOTHESIS_PROFILE=ci LAMELLA_WHEEL=$$(echo dist/*.whl) $(ENV)/bin/pytest -m "not slow"
+
+test-slow: lint
+	@HYPOTHESIS_PROFILE=nightly LAMELLA_WHEEL=$$(echo dist/*.whl) $(ENV)/bin/pytest --timeout 3600
+
+dev:
+	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
+	@$(DEV)/bin/pip install --quiet --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
+	@$(DEV)/bin/pip install --quiet --no-build-isolation -e ".[dev,plot]"
+	@echo "== $(DEV) is ready; after changing native code run: make native"
+
+native:
+	@$(DEV)/bin/pip install --quiet --no-build-isolation --no-deps -e .
+
+clean:
+	rm -rf build dist .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis out
