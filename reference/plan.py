@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lamella.reference.geometry import ObjectForm
@@ -84,6 +84,19 @@ class TransferPlan:
     def num_bytes(self) -> int:
         """Bytes the plan moves."""
         return sum(window.num_bytes for window in self.windows)
+
+    def per_slice(self) -> tuple[TransferPlan, ...]:
+        """One plan a slice, in order; run one after another they move what the whole plan moves."""
+        ends = [index for index, window in enumerate(self.windows, 1) if window.completes_slice is not None]
+        starts = [0, *ends[:-1]]
+        return tuple(
+            replace(self, slices=(layers,), windows=_as_only_slice(self.windows[start:end]))
+            for layers, start, end in zip(self.slices, starts, ends, strict=True)
+        )
+
+
+def _as_only_slice(windows: tuple[Window, ...]) -> tuple[Window, ...]:
+    return (*windows[:-1], windows[-1]._replace(completes_slice=0))
 
 
 def expand_block_ids(block_ids: Sequence[int], logical_tokens: int, kernel_tokens: int) -> tuple[int, ...]:
