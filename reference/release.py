@@ -1,0 +1,173 @@
+"""Release policies: from which instant a request may be scheduled.
+
+To release a request is to tell the engine that it may put it into a batch, while some of its layers may still be on the
+wire. A policy answers with an instant, not with yes or no, so that whoever polls can compare it with its clock and
+whoever sleeps knows until when. It is pure: everything it may know is in the `ReleaseView`.
+
+Invariants, whatever the policy:
+
+- RLS-1 never before the first layer has landed: an engine that starts on nothing only stalls.
+- RLS-2 more landed never releases later: with the same clock, an earlier `arrival_ns` gives an earlier or equal answer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import ClassVar, Final, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseView:
+    """What is known of one request at one poll.
+
+    Attributes:
+        now_ns: the instant of the poll.
+        arrival_ns: per layer, when it landed, or the forecast of when it will; never falling.
+        layer_compute_ns: per layer, how long the request's next step computes when it runs alone.
+        start_delay_ns: from a poll that schedules the request to the start of its first layer.
+        step_ns: how long the engine will be away if the request is not released at this poll: the length of the step
+            that just ended, or the idle poll's interval.
+        victims: requests that would stand still in a stall of the next step: the decoding ones.
+    """
+
+    now_ns: int
+    arrival_ns: tuple[int, ...]
+    layer_compute_ns: tuple[int, ...]
+    start_delay_ns: int = 0
+    step_ns: int = 0
+    victims: int = 0
+
+
+class ReleasePolicy(Protocol):
+    """When a request may be scheduled."""
+
+    @property
+    def needs_forecast(self) -> bool:
+        """Whether the answer depends on layers still on the wire. If not, it changes only when a layer lands."""
+
+    def layers_needed(self, num_layers: int) -> int:
+        """How many layers must have landed before the policy can release, 1 .. num_layers.
+
+        Raises:
+            ValueError: the policy asks for more layers than there are.
+        """
+
+    def release_ns(self, view: ReleaseView) -> int:
+        """The earliest instant at which releasing is right; at most `view.now_ns` means now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Released when the last layer has landed: what chunk-major must do, and safe everywhere."""
+
+    needs_forecast: ClassVar[bool] = False
+
+    def layers_needed(self, num_layers: int) -> int:
+        """All of them."""
+        return num_layers
+
+    def release_ns(self, view: ReleaseView) -> int:
+        """When the last layer lands."""
+        return view.arrival_ns[-1]
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """Released when the first `layers` layers have landed, whatever stall that brings to the batch.
+
+    Raises:
+        ValueError: layers < 1.
+    """
+
+    layers: int = 1
+    needs_forecast: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.layers < 1:
+            raise ValueError(f"release after the first layers needs at least 1 layer, got {self.layers}")
+
+    def layers_needed(self, num_layers: int) -> int:
+        """`layers`, if the model has that many."""
+        if self.layers > num_layers:
+            raise ValueError(f"release after {self.layers} layers needs as many, but the load has {num_layers}")
+        return self.layers
+
+    def release_ns(self, view: ReleaseView) -> int:
+        """When layer `layers - 1` lands."""
+        return view.arrival_ns[self.layers_needed(len(view.arrival_ns)) - 1]
+
+    def __str__(self) -> str:
+        return "first" if self.layers == 1 else f"first:{self.layers}"
+
+
+@dataclass(frozen=True, slots=True)
+class JustInTime:
+    """Released so early that the remaining layers land just before compute needs them.
+
+    A step that starts at S reaches layer l no earlier than S + (compute of the layers before l). So the batch never
+    stalls if it is released at `max over l (arrival_l - compute before l) - start delay`, and each ns earlier is at
+    most a ns of stall.
+
+    An engine looks only once a step, so waiting for that instant can cost a whole step. `patience_ns` is the stall
+    worth taking instead. None weighs it at each poll: released s ns too early, every victim stands still for s;
+    released at the next poll, the request starts step_ns - s too late. So s is tolerated up to `step_ns / (1 +
+    victims)`.
+
+    Raises:
+        ValueError: patience_ns < 0.
+    """
+
+    patience_ns: int | None = 0
+    needs_forecast: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if self.patience_ns is not None and self.patience_ns < 0:
+            raise ValueError(f"patience_ns must be at least 0, got {self.patience_ns}")
+
+    def layers_needed(self, num_layers: int) -> int:
+        """One; the rest is a matter of time."""
+        return 1
+
+    def release_ns(self, view: ReleaseView) -> int:
+        """The stall-free instant less the tolerated stall, but not before the first layer lands."""
+        before = accumulate(view.layer_compute_ns, initial=0)
+        stall_free_ns = max(map(int.__sub__, view.arrival_ns, before)) - view.start_delay_ns
+        tolerated_ns = view.step_ns // (1 + view.victims) if self.patience_ns is None else self.patience_ns
+        return max(view.arrival_ns[0], stall_free_ns - tolerated_ns)
+
+    def __str__(self) -> str:
+        if self.patience_ns is None:
+            return "jit:step"
+        return "jit" if self.patience_ns == 0 else f"jit:{self.patience_ns / 1e6:g}ms"
+
+
+_FORMS: Final = "whole, first, first:K (layers), jit, jit:Nms (stall tolerated), jit:step"
+
+
+def parse_release(text: str) -> ReleasePolicy:
+    """The release policy written as `whole`, `first`, `first:4`, `jit`, `jit:2ms` or `jit:step`; `str` writes it back.
+
+    Raises:
+        ValueError: any other text, zero layers, or a negative tolerance.
+
+    >>> parse_release("first:4"), str(parse_release("jit:1.5ms"))
+    (First(layers=4), 'jit:1.5ms')
+    """
+    if text == "whole":
+        return Whole()
+    if text == "first":
+        return First()
+    if text == "jit":
+        return JustInTime()
+    if text == "jit:step":
+        return JustInTime(None)
+    if match := re.fullmatch(r"first:([0-9]{1,4})", text):
+        return First(int(match[1]))
+    if match := re.fullmatch(r"jit:([0-9]{1,6}(?:\.[0-9]{1,6})?)ms", text):
+        return JustInTime(round(float(match[1]) * 1e6))
+    raise ValueError(f"release must be one of {_FORMS}; got {text!r}")
