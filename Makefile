@@ -8,6 +8,7 @@
 # demo, test and lint use .venv-wheel, which holds the built wheel and never your editable install.
 
 SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
 ENV := .venv-wheel
 DEV := .venv
 .DEFAULT_GOAL := help
@@ -21,7 +22,7 @@ prepare:
 
 lint: prepare
 	@echo "== ruff"
-	@$(ENV)/bin/ruff check .
+	@$(ENV)/bin/ruff check --output-format concise .
 	@$(ENV)/bin/ruff format --check .
 	@echo "== mypy --strict on the built wheel"
 	@rm -rf build/typed && $(ENV)/bin/pip install --quiet --no-deps --target build/typed dist/*.whl
