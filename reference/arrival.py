@@ -125,8 +125,8 @@ class LayerArrivalGate(Generic[EventT]):
             return False
         if slice_index != len(self._events) or slice_index >= len(self._ends):
             raise RuntimeError(
-                f"slice {slice_index} cannot be recorded: {len(self._events)} of {len(self._ends)} slices are, and they "
-                "must be recorded in order, each once"
+                f"slice {slice_index} cannot be recorded: {len(self._events)} of {len(self._ends)} slices are, and "
+                "they must be recorded in order, each once"
             )
         self._events.append(event)
         return True
