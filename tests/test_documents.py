@@ -1,0 +1,30 @@
+"""What the documents show is what the code computes, and what they point at is there."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def test_the_timeline_picture_is_what_the_recursion_draws_today() -> None:
+    drawn = runpy.run_path(str(ROOT / "docs" / "timeline.py"))["draw"]()
+    assert drawn == (ROOT / "docs" / "timeline.svg").read_text(encoding="utf-8"), "run: python docs/timeline.py"
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"])
+def test_a_document_points_only_at_files_that_exist(document: str) -> None:
+    text = (ROOT / document).read_text(encoding="utf-8")
+    targets = {target.split("#")[0] for target in re.findall(r"\]\(([^)\s]+)\)", text)}
+    missing = [target for target in targets if target and "://" not in target and not (ROOT / target).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", ["README.md", "CONTRIBUTING.md"])
+def test_every_make_target_that_a_document_names_exists(document: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
+    named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / document).read_text(encoding="utf-8")))
+    assert named <= targets
