@@ -1,4 +1,4 @@
-"""Draws docs/timeline.svg: the same loads under three ways of moving and releasing them, as the recursion computes them.
+"""Draws docs/timeline.svg: the same loads, moved and released in three ways, as the recursion computes them.
 
 Run `python docs/timeline.py` to write the picture anew; a test compares the two. Times are the model's for
 Llama-3.1-8B on an H200: 15,152 tokens of a prompt are in host memory (1.99 GB, 35.8 ms at wire speed), 1,024 are
@@ -115,8 +115,8 @@ def draw() -> str:
             _text(LEFT_PX + ms * 1e6 * px_per_ns, y + 8, f"{ms}" + (" ms" if ms == 0 else ""), 'text-anchor="middle"')
         )
     size = f'width="{WIDTH_PX}" height="{y + 18:.0f}" viewBox="0 0 {WIDTH_PX} {y + 18:.0f}"'
-    body = "\n".join(parts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{STYLE}\n<rect width="100%" height="100%" fill="#fff"/>\n{body}\n</svg>\n'
+    background = '<rect width="100%" height="100%" fill="#fff"/>'
+    return "\n".join([f'<svg xmlns="http://www.w3.org/2000/svg" {size}>', STYLE, background, *parts, "</svg>\n"])
 
 
 if __name__ == "__main__":
