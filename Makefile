@@ -25,7 +25,7 @@ lint: prepare
 	@$(ENV)/bin/ruff check --output-format concise .
 	@$(ENV)/bin/ruff format --check .
 	@echo "== mypy --strict on the built wheel"
-	@rm -rf build/typed && $(ENV)/bin/pip install --quiet --no-deps --target build/typed dist/*.whl
+	@rm -rf build/typed && $(ENV)/bin/pip install -qq --no-deps --target build/typed dist/*.whl
 	@cd build && MYPYPATH=typed ../$(ENV)/bin/mypy --config-file ../pyproject.toml \
 		--python-executable ../$(ENV)/bin/python --cache-dir ../.mypy_cache -p lamella
 
@@ -38,12 +38,12 @@ test-slow: lint
 
 dev:
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
-	@$(DEV)/bin/pip install --quiet --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
-	@$(DEV)/bin/pip install --quiet --no-build-isolation -e ".[dev,plot]"
+	@$(DEV)/bin/pip install -qq --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
+	@$(DEV)/bin/pip install -qq --no-build-isolation -e ".[dev,plot]"
 	@echo "== $(DEV) is ready; after changing native code run: make native"
 
 native:
-	@$(DEV)/bin/pip install --quiet --no-build-isolation --no-deps -e .
+	@$(DEV)/bin/pip install -qq --no-build-isolation --no-deps -e .
 
 clean:
 	rm -rf build dist .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis out
