@@ -17,10 +17,9 @@ nanosecond:
 
 At equal instants arrivals and landings come first, then the link's choice, then the step.
 
-Laws (tests/reference/test_timeline.py): for one request alone `max(T, P) <= TTFT <= T + P` plus overheads; the width of all
-layers with whole release is chunk-major; without a request, no other's *landing* is later under FIFO (its first token
-may
-be: batches form differently); bytes in = bytes out; same input, same output.
+Laws (tests/reference/test_timeline.py): for one request alone `max(T, P) <= TTFT <= T + P` plus overheads; the width of
+all layers with whole release is chunk-major; without a request, no other's *landing* is later under FIFO (its first
+token may be: batches form differently); bytes in = bytes out; same input, same output.
 
 Source: synchronisation and delay as max and plus, Baccelli, Cohen, Olsder, Quadrat, "Synchronization and Linearity"
 (1992).
@@ -202,8 +201,10 @@ def compute_timeline(
 
 
 def add_members(requests: Sequence[TimedRequest]) -> StepCost:
-    """The step cost that is the sum of the members' own times; the parts of a cut prefill add up to the whole
-    exactly."""
+    """The step cost that is the sum of the members' own times.
+
+    The parts of a cut prefill add up to the whole exactly.
+    """
 
     def cost(chunks: Sequence[Chunk]) -> list[int]:
         layers = [0] * len(requests[0].layer_compute_ns)
@@ -252,15 +253,14 @@ class _Engine:
         away_ns = self._rule.idle_poll_ns
         while waiting or ready:
             submitted = bisect_right(self._arrivals_ns, t)
-            instants = {i: self._release_instant(i, t, submitted, away_ns) for i in sorted(waiting) if i < submitted}
-            for index, instant in instants.items():
-                if instant <= t:
+            for index in sorted(waiting):
+                if index < submitted and self._release_instant(index, t, submitted, away_ns) <= t:
                     waiting.remove(index)
                     ready.append(index)
                     self._released_ns[index] = t
             if not ready:
-                t = self._next_look(t, submitted, list(instants.values()))
                 away_ns = self._rule.idle_poll_ns
+                t = self._next_look(t, submitted, [i for i in waiting if i < submitted])
                 continue
             ready.sort(key=lambda index: (self._computed[index] == 0, index))
             step = self._step(t, ready)
@@ -304,15 +304,15 @@ class _Engine:
             self._alone[index] = tuple(self._step_cost([first_chunk]))
         return self._alone[index]
 
-    def _next_look(self, t: int, submitted: int, instants: list[int]) -> int:
-        """The engine found nothing ready at t: when it looks again."""
-        if submitted < len(self._requests):
-            instants = [*instants, self._requests[submitted].arrival_ns]
-        change = min(instants)
+    def _next_look(self, t: int, submitted: int, waiting: list[int]) -> int:
+        """When an engine that found nothing ready at t looks again."""
         poll = self._rule.idle_poll_ns
-        if poll == 0 or submitted == len(self._first_token_ns):  # at every change, or asleep: nobody is waiting
-            return change
-        return t + -(-(change - t) // poll) * poll
+        changes = [self._release_instant(index, t, submitted, poll) for index in waiting]
+        if submitted < len(self._requests):
+            changes.append(self._requests[submitted].arrival_ns)
+        if poll == 0 or not waiting:
+            return min(changes)
+        return t + max(1, -(-(min(changes) - t) // poll)) * poll
 
     def _step(self, t: int, ready: list[int]) -> TimedStep:
         chunks: list[Chunk] = []

@@ -1,0 +1,175 @@
+"""The stations of the world: the link that carries slices, and the cost of computing.
+
+The link shares with the recursion of `lamella.reference.timeline` nothing but the order policy: there a schedule is
+computed from all submissions at once, here a slice is taken when the link is free, one event after another.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Protocol
+
+from lamella.reference.ordering import OrderPolicy, Submission
+from lamella.reference.slices import Slice
+from lamella.reference.timeline import Load
+from lamella.sim.clock import Clock, Phase
+
+Prefill = tuple[int, int]
+"""One member's prefill in a step: (tokens already in the cache, tokens to compute)."""
+
+
+class ComputeModel(Protocol):
+    """How long the engine's layers take; `lamella.reference.profile` holds measured ones."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model; every answer of `step_layers_ns` has as many."""
+
+    def step_layers_ns(
+        self, prefills: Sequence[Prefill], decode_batch: int, decode_context_tokens: int
+    ) -> Sequence[int]:
+        """Per layer, the time of a step with at least one prefill, beside `decode_batch` decoding requests.
+
+        Args:
+            prefills: (cached, new) tokens of each prefilling member; `new` is at least 1.
+            decode_batch: requests that decode one token in this step.
+            decode_context_tokens: the sum of their contexts.
+        """
+
+    def decode_ns(self, batch: int, context_tokens: int, num_steps: int) -> int:
+        """The time of `num_steps` successive steps in which `batch` requests decode and nothing else happens.
+
+        The context grows by `batch` a step. A stretch must cost what its parts cost, to the nanosecond, because the
+        world runs it as one event and cuts it when something arrives::
+
+            decode_ns(b, c, m + n) == decode_ns(b, c, m) + decode_ns(b, c + m * b, n)
+
+        Args:
+            batch: at least 1.
+            context_tokens: the sum of the contexts before the first of the steps.
+            num_steps: at least 0.
+        """
+
+
+def plan_load(slices: Sequence[Slice], layer_bytes: int, bytes_per_s: float, fixed_ns: int = 0) -> Load:
+    """The load of `slices` over a link of that rate.
+
+    Slices end where the wire has carried that many bytes, so that all widths take the same time but for the fixed cost.
+
+    Args:
+        slices: as `plan_slices` gives them; one slice of all layers is chunk-major.
+        layer_bytes: bytes of one layer of the hit.
+        bytes_per_s: what the link carries.
+        fixed_ns: what each slice costs besides its bytes.
+
+    >>> plan_load([Slice(0, 1), Slice(1, 2)], layer_bytes=100, bytes_per_s=1e9, fixed_ns=7)
+    Load(slice_layers=(1, 2), slice_bytes=(100, 200), slice_ns=(107, 207))
+    """
+    ends = [0, *(round(part.end_layer * layer_bytes * 1e9 / bytes_per_s) for part in slices)]
+    return Load(
+        tuple(part.num_layers for part in slices),
+        tuple(part.num_layers * layer_bytes for part in slices),
+        tuple(end - begin + fixed_ns for begin, end in pairwise(ends)),
+    )
+
+
+class Transfer:
+    """One load on the link: its keys, how far it is, and whom to tell when a slice has landed."""
+
+    __slots__ = ("_begun", "keys", "landing_ns", "load", "on_landed", "submission")
+
+    def __init__(self, submission: Submission, load: Load, on_landed: Callable[[int], None]) -> None:
+        self.submission = submission
+        self.load = load
+        self.on_landed = on_landed
+        self.keys: tuple[int, ...] = ()
+        self.landing_ns: list[int] = []
+        self._begun = 0
+
+    def head(self) -> tuple[int, int, int, Transfer]:
+        """What the transfer's next slice competes with on the link."""
+        return (self.keys[self._begun], self.submission.sequence, self._begun, self)
+
+    def begin(self) -> int:
+        """The next slice begins; returns its index."""
+        self._begun += 1
+        return self._begun - 1
+
+    @property
+    def left(self) -> int:
+        """Slices that have not begun."""
+        return len(self.keys) - self._begun
+
+
+class Link:
+    """A serial link, never idle while a slice waits, that finishes a slice it began (ORD-2).
+
+    When it is free it takes the smallest (key, sequence, slice index) among the next slices of the submitted transfers.
+    """
+
+    def __init__(self, clock: Clock, order: OrderPolicy) -> None:
+        self._clock = clock
+        self._order = order
+        self._heads: list[tuple[int, int, int, Transfer]] = []
+        self._carrying: tuple[Transfer, int, int] | None = None  # transfer, slice index, landing instant
+        self._choosing = False
+        self._round = 0
+        self.carried_bytes = 0
+        self.busy_ns = 0
+
+    def submit(self, transfer: Transfer) -> None:
+        """The transfer's slices compete from now on; its keys are fixed here, once."""
+        transfer.submission = replace(transfer.submission, round=self._round)
+        transfer.keys = self._order.keys(transfer.submission)
+        if transfer.keys:
+            heapq.heappush(self._heads, transfer.head())
+            self._choose_soon()
+
+    def forecast_ns(self) -> dict[int, list[int]]:
+        """Per sequence number, when the slices that have not landed will, if nothing else is submitted."""
+        landings: dict[int, list[int]] = {}
+        free_ns = self._clock.now_ns
+        if self._carrying:
+            transfer, _, free_ns = self._carrying
+            landings[transfer.submission.sequence] = [free_ns]
+        heads = list(self._heads)
+        while heads:
+            _, sequence, part, transfer = heads[0]
+            free_ns += transfer.load.slice_ns[part]
+            landings.setdefault(sequence, []).append(free_ns)
+            if part + 1 < len(transfer.keys):
+                heapq.heapreplace(heads, (transfer.keys[part + 1], sequence, part + 1, transfer))
+            else:
+                heapq.heappop(heads)
+        return landings
+
+    def _choose_soon(self) -> None:
+        if self._carrying is None and not self._choosing:
+            self._choosing = True
+            self._clock.at(self._clock.now_ns, Phase.CHOOSE, self._choose)
+
+    def _choose(self) -> None:
+        self._choosing = False
+        _, _, _, transfer = heapq.heappop(self._heads)
+        part = transfer.begin()
+        self._round = transfer.submission.round + part
+        slice_ns = transfer.load.slice_ns[part]
+        landing_ns = self._clock.now_ns + slice_ns
+        self._carrying = (transfer, part, landing_ns)
+        self.busy_ns += slice_ns
+        if transfer.left:
+            heapq.heappush(self._heads, transfer.head())
+        self._clock.at(landing_ns, Phase.HAPPEN, self._land)
+
+    def _land(self) -> None:
+        assert self._carrying is not None, "only a slice that was begun can land"
+        transfer, part, landing_ns = self._carrying
+        self._carrying = None
+        self.carried_bytes += transfer.load.slice_bytes[part]
+        transfer.landing_ns.append(landing_ns)
+        if self._heads:
+            self._choose_soon()
+        transfer.on_landed(part)
