@@ -18,6 +18,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lamella.cuda_ext import _library
+
 MIN_DRIVER_FOR_CUDA_13 = 580
 """The CUDA library is built with CUDA 13, whose runtime refuses older drivers."""
 
@@ -80,6 +82,28 @@ def find_nvcc(environment: Mapping[str, str]) -> Finding:
             return Finding("nvcc", State.YES, f"{path}: {_first_line_of([path, '--version'], line=-2)}")
     remedy = "install the CUDA toolkit and put its bin folder on PATH, then reinstall with LAMELLA_CUDA=ON"
     return Finding("nvcc", State.NO, "none on PATH", remedy)
+
+
+def find_native_library(name: str, folder: Path | None = None, sources: Path | None = None) -> Finding:
+    """A native library that loads, has the ABI this package needs, and is not older than its sources.
+
+    Args:
+        name: `"lamella_cpu"` or `"lamella_cuda"`.
+        folder: where to look instead of the installed place.
+        sources: the folder of its sources; by default the one beside this module, which only a checkout has.
+    """
+    title = {"lamella_cpu": "native CPU library", "lamella_cuda": "native CUDA library"}[name]
+    try:
+        path = _library.find_library(name, folder)
+        _library.open_library(path, name, {})
+    except _library.LibraryMissingError as failure:
+        found, _, remedy = str(failure).rpartition(": ")
+        return Finding(title, State.NO, found, remedy)
+    sources = sources or Path(__file__).parent / "csrc"
+    changed = [file for file in sources.rglob("*") if file.is_file() and file.stat().st_mtime > path.stat().st_mtime]
+    if changed:
+        return Finding(title, State.LIMITED, f"{path}, older than {changed[0].name}", "make native")
+    return Finding(title, State.YES, str(path))
 
 
 def find_driver(library_name: str = _NVIDIA_LIBRARY) -> Finding:

@@ -1,5 +1,6 @@
 """Each probe tells a machine that can from one that cannot, and names the remedy."""
 
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -135,3 +136,43 @@ def test_a_package_is_found_by_its_metadata_and_missed_with_a_remedy() -> None:
     assert machine.find_package("NumPy", distribution="numpy", remedy="pip install numpy").state is State.YES
     missing = machine.find_package("X", distribution="no-such-distribution-here", remedy="pip install it")
     assert (missing.state, missing.remedy) == (State.NO, "pip install it")
+
+
+LIBRARY = """
+int lm_abi_version(void) {{ return {version}; }}
+const char *lm_last_error(void) {{ return ""; }}
+"""
+
+
+def _library(folder: Path, version: int) -> Path:
+    source, path = folder / "library.c", folder / "liblamella_cpu.so"
+    source.write_text(LIBRARY.format(version=version), encoding="utf-8")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(path), str(source)], check=True)
+    return path
+
+
+def test_a_missing_native_library_is_reported_with_the_command_that_builds_it(tmp_path: Path) -> None:
+    found = machine.find_native_library("lamella_cpu", tmp_path)
+    assert found.state is State.NO
+    assert str(tmp_path) in found.detail
+    assert "apt-get install g++" in found.remedy
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler to build a stand-in library with")
+def test_a_native_library_of_another_abi_is_not_there(tmp_path: Path) -> None:
+    _library(tmp_path, version=-1)
+    found = machine.find_native_library("lamella_cpu", tmp_path)
+    assert found.state is State.NO
+    assert "ABI version -1" in found.detail
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler to build a stand-in library with")
+@pytest.mark.parametrize(("age_s", "state"), [(-60, State.YES), (60, State.LIMITED)])
+def test_a_native_library_older_than_its_sources_is_limited(age_s: int, state: State, tmp_path: Path) -> None:
+    path = _library(tmp_path, machine._library.ABI_VERSION)
+    sources = tmp_path / "csrc"
+    sources.mkdir()
+    (sources / "executor.cpp").touch()
+    built = path.stat().st_mtime
+    os.utime(sources / "executor.cpp", (built + age_s, built + age_s))
+    assert machine.find_native_library("lamella_cpu", tmp_path, sources).state is state
