@@ -167,7 +167,7 @@ def engine_layout(axes: str, tensors: Sequence[TensorView | tuple[TensorView, Te
     """
     if sorted(axes) != sorted(set(axes)) or not {"N", "T", "D"} <= set(axes) <= set("KNTHDL"):
         raise ValueError(f"axes must name N, T, D and at most K, H, L once each, got {axes!r}; known: {dict(LAYOUTS)}")
-    parts = [entry if isinstance(entry, tuple) and not isinstance(entry, TensorView) else (entry,) for entry in tensors]
+    parts = [(entry,) if isinstance(entry, TensorView) else entry for entry in tensors]
     if not parts:
         raise ValueError("a paged cache needs at least one tensor, got none")
     first = parts[0][0]
