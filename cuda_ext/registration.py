@@ -186,11 +186,11 @@ class Registration:
         try:
             self._populate(offset, num_bytes)
             self._registrar.register(self._base + offset, num_bytes)
-        except OSError as refused:
+        except Exception as refused:  # also a registrar's own fault must not leave pieces pending for ever
             error = RegistrationError(
-                refused.errno,
+                getattr(refused, "errno", None),
                 f"{self._registrar.name} could not register {num_bytes} bytes of host memory at offset {offset}: "
-                f"{refused.strerror or refused}. {memory_limits()}",
+                f"{getattr(refused, 'strerror', None) or refused}. {memory_limits()}",
             )
         with self._changed:
             self._states[piece] = PieceState.FAILED if error else PieceState.READY
@@ -208,7 +208,7 @@ def memory_limits(cgroup: Path = Path("/sys/fs/cgroup")) -> str:
     limits = [f"RLIMIT_MEMLOCK is {_bytes(soft)} (hard {_bytes(hard)}; raise it with ulimit -l or docker --ulimit)"]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         try:
-            limits.append(f"the container's {name} is {(cgroup / name).read_text(encoding='ascii').strip()} bytes")
+            limits.append(f"the container's {name} is {(cgroup / name).read_text(encoding='utf-8').strip()} bytes")
         except OSError:
             continue
     return "; ".join(limits)

@@ -1,0 +1,421 @@
+"""The host pool: leases, reservations, eviction, and a rule-based machine against plain dictionaries."""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+
+from lamella.cuda_ext.pool import Backing, HostPool, PinnedObjects, Reservation
+from lamella.cuda_ext.registration import NoRegistrar, RegistrationError
+from lamella.cuda_ext.slots import SlotMemory
+from lamella.reference.geometry import KVGeometry, ObjectForm
+from lamella.reference.keys import ChunkKey
+from lamella.reference.layout import ObjectLayout
+
+LAYOUT = ObjectLayout.single(KVGeometry(2, 2, 2, 4, 2, chunk_tokens=16), block_tokens=4)
+
+
+def key(number: int) -> ChunkKey:
+    return ChunkKey(b"space", number.to_bytes(4, "little"), 16)
+
+
+def keys(*numbers: int) -> list[ChunkKey]:
+    return [key(number) for number in numbers]
+
+
+def fill(pool: HostPool, *numbers: int) -> tuple[int, ...]:
+    reservation = pool.reserve(keys(*numbers))
+    assert reservation is not None
+    reservation.commit()
+    return reservation.slots
+
+
+@pytest.fixture
+def pool() -> Iterator[HostPool]:
+    pool = HostPool(LAYOUT, 4)
+    yield pool
+    pool.close()
+
+
+def test_an_object_is_found_only_after_its_bytes_are_there(pool: HostPool) -> None:
+    reservation = pool.reserve(keys(1, 2))
+    assert reservation is not None
+    assert pool.leading_hits(keys(1, 2)) == 0
+    with pytest.raises(KeyError, match="no readable object"):
+        pool.pin(keys(1))
+    reservation.commit()
+    assert pool.leading_hits(keys(1, 2, 3)) == 2
+    with pool.pin(keys(2, 1)) as objects:
+        assert objects.slots == (1, 0)
+        assert objects.addresses[0] - objects.addresses[1] == LAYOUT.object_bytes
+
+
+def test_what_is_written_into_a_slot_is_what_a_lease_reads(pool: HostPool) -> None:
+    fill(pool, 7)
+    with pool.pin(keys(7)) as objects:
+        pool.memory.buffer(objects.slots[0])[-3:] = b"end"
+        assert bytes(pool.memory.buffer(objects.slots[0]))[-4:] == b"\0end"
+    assert len(pool.memory.buffer(0)) == LAYOUT.object_bytes
+
+
+@pytest.mark.parametrize("form", ObjectForm)
+def test_a_pool_of_either_form_has_room_for_its_objects(form: ObjectForm) -> None:
+    layout = ObjectLayout.single(LAYOUT.groups[0].geometry, block_tokens=4, form=form)
+    pool = HostPool(layout, 3)
+    assert pool.memory.shape.object_bytes == layout.object_bytes
+    pool.close()
+
+
+@pytest.mark.known_fault(41)
+def test_a_pool_smaller_than_the_request_refuses_it_whole_and_evicts_nothing(pool: HostPool) -> None:
+    fill(pool, 1, 2)
+    with pool.pin(keys(1)):
+        assert pool.reserve(keys(11, 12, 13, 14)) is None
+    assert pool.leading_hits(keys(1, 2)) == 2
+    with pytest.raises(ValueError, match="5 objects can never fit into a pool of 4"):
+        pool.reserve(keys(11, 12, 13, 14, 15))
+
+
+@pytest.mark.known_fault(41)
+def test_two_reservations_never_wait_for_one_anothers_slots(pool: HostPool) -> None:
+    first = pool.reserve(keys(1, 2, 3))
+    assert first is not None
+    assert pool.reserve(keys(4, 5)) is None
+    first.commit()
+    second = pool.reserve(keys(4, 5))
+    assert second is not None
+    assert second.evicted == (key(3),), "one slot was free, and the tail of a prefix goes first"
+    second.abandon()
+
+
+@pytest.mark.known_fault(40)
+def test_an_object_in_two_requests_stays_until_both_released_it(pool: HostPool) -> None:
+    fill(pool, 1, 2, 3, 4)
+    first, second = pool.pin(keys(1)), pool.pin(keys(1))
+    first.release()
+    first.release()
+    reservation = pool.reserve(keys(5, 6, 7))
+    assert reservation is not None, "the three others make room"
+    assert pool.leading_hits(keys(1)) == 1
+    reservation.abandon()
+    second.release()
+    reservation = pool.reserve(keys(5, 6, 7, 8))
+    assert reservation is not None
+    assert reservation.evicted == (key(1),)
+    reservation.abandon()
+
+
+@pytest.mark.known_fault(4)
+def test_a_pool_of_one_less_serves_any_number_of_requests_one_after_another() -> None:
+    pool = HostPool(LAYOUT, 3)
+    for number in range(40):
+        fill(pool, number)
+        with pool.pin(keys(number)) as objects:
+            assert pool.report().occupancy.pins == 1, objects.keys
+    assert pool.report().occupancy == (0, 0, 3, 0, 0), "every reference returned to the baseline"
+    pool.close()
+
+
+@pytest.mark.known_fault(5)
+def test_a_lease_is_on_every_object_or_on_none(pool: HostPool) -> None:
+    fill(pool, 1, 2)
+    with pytest.raises(KeyError):
+        pool.pin(keys(1, 9, 2))
+    assert pool.report().occupancy.pins == 0
+    with pool.pin_leading(keys(1, 9, 2)) as objects:
+        assert objects.keys == (key(1),)
+
+
+def test_the_least_recently_used_object_goes_first_and_a_prefix_loses_its_tail_before_its_head(pool: HostPool) -> None:
+    fill(pool, 1, 2)
+    fill(pool, 3, 4)
+    pool.pin(keys(1, 2)).release()
+    gone = []
+    for number in (10, 11, 12):
+        reservation = pool.reserve(keys(number))
+        assert reservation is not None
+        gone += reservation.evicted
+        reservation.commit()
+    assert gone == keys(4, 3, 2)
+
+
+def test_making_room_for_a_prefixs_tail_never_evicts_its_head(pool: HostPool) -> None:
+    fill(pool, 1, 2)
+    fill(pool, 8, 9)
+    reservation = pool.reserve(keys(1, 2, 3, 4))
+    assert reservation is not None
+    assert reservation.keys == (key(3), key(4))
+    assert set(reservation.evicted) == {key(8), key(9)}
+    reservation.commit()
+    assert pool.leading_hits(keys(1, 2, 3, 4)) == 4
+
+
+def test_keys_that_another_is_writing_are_left_to_it(pool: HostPool) -> None:
+    first, second = pool.reserve(keys(1, 2)), pool.reserve(keys(1, 2, 3))
+    assert first is not None
+    assert second is not None
+    assert second.keys == (key(3),)
+    first.commit()
+    second.commit()
+    third = pool.reserve(keys(1, 2, 3))
+    assert third is not None
+    assert (third.keys, third.slots) == ((), ())
+    third.commit()
+
+
+def test_a_reservation_ends_once_and_a_second_end_cannot_touch_the_slots_next_owner(pool: HostPool) -> None:
+    first = pool.reserve(keys(1, 2, 3, 4))
+    assert first is not None
+    first.abandon()
+    second = pool.reserve(keys(5, 6, 7, 8))
+    assert second is not None
+    assert second.slots == first.slots
+    for end in (first.commit, first.abandon):
+        with pytest.raises(RuntimeError, match="committed or abandoned before"):
+            end()
+    assert pool.leading_hits(keys(5)) == 0
+    second.commit()
+
+
+def test_a_discarded_object_is_unfindable_at_once_and_leaves_with_its_last_holder(pool: HostPool) -> None:
+    fill(pool, 1, 2, 3, 4)
+    lease = pool.pin(keys(1))
+    pool.discard(keys(1, 2, 99))
+    assert pool.leading_hits(keys(1)) == 0
+    assert pool.report().occupancy.free == 1, "2 is gone, 1 is still held"
+    again = pool.reserve(keys(1))
+    assert again is not None
+    assert again.slots != lease.slots, "the old bytes are still being read"
+    again.commit()
+    lease.release()
+    assert pool.report().occupancy == (1, 0, 3, 0, 0)
+
+
+def test_a_pool_that_is_in_use_refuses_to_close(pool: HostPool) -> None:
+    reservation = pool.reserve(keys(1))
+    assert reservation is not None
+    with pytest.raises(RuntimeError, match="0 objects are pinned and 1 are being written"):
+        pool.close()
+    reservation.commit()
+    with pool.pin(keys(1)), pytest.raises(RuntimeError, match="1 objects are pinned and 0 are being written"):
+        pool.close()
+
+
+@pytest.mark.known_fault(83)
+def test_slots_whose_memory_failed_to_register_are_never_handed_out() -> None:
+    class Refuses(NoRegistrar):
+        calls = 0
+
+        def register(self, address: int, num_bytes: int) -> None:
+            self.calls += 1
+            if self.calls == 2:
+                raise OSError(12, "cannot allocate memory")
+
+    pool = HostPool(LAYOUT, 24, piece_bytes=1, registrar=Refuses())
+    report = pool.memory.wait_registered(20)
+    per_piece = pool.memory.shape.piece_slots
+    assert [failed.piece for failed in report.failed] == [1]
+    bad = set(pool.memory.shape.slots_of(1))
+    usable = 24 - len(bad)
+    slots = fill(pool, *range(usable))
+    assert len(bad) == per_piece
+    assert not bad & set(slots)
+    more = pool.reserve(keys(*range(100, 100 + usable)))
+    assert more is not None
+    assert not bad & set(more.slots), "nor after eviction"
+    more.abandon()
+    with pytest.raises(RegistrationError, match="RLIMIT_MEMLOCK"):
+        raise report.failed[0].error
+    pool.close()
+
+
+def test_a_shared_pools_bytes_are_reached_by_slot_from_an_attached_memory() -> None:
+    pool = HostPool(LAYOUT, 4, backing=Backing.SHARED)
+    (slot,) = fill(pool, 3)
+    other = SlotMemory.attach(pool.shared(), NoRegistrar())
+    pool.memory.buffer(slot)[:5] = b"layer"
+    assert bytes(other.buffer(slot)[:5]) == b"layer"
+    path = pool.shared().path
+    other.close()
+    pool.close()
+    assert not path.exists()
+
+
+def test_an_anonymous_pool_cannot_be_shared(pool: HostPool) -> None:
+    with pytest.raises(RuntimeError, match="only the creator of a shared memory can share it"):
+        pool.shared()
+
+
+@given(before=st.integers(0, 5), count=st.integers(1, 12))
+def test_a_prefix_in_an_empty_pool_is_consecutive_and_stays_so_as_it_grows(before: int, count: int) -> None:
+    pool = HostPool(LAYOUT, 32)
+    head = fill(pool, *range(before)) if before else ()
+    slots = fill(pool, *range(before + count))
+    assert [*head, *slots] == list(range(before + count))
+    pool.close()
+
+
+def test_threads_that_pin_reserve_and_evict_at_once_leave_a_pool_at_its_baseline() -> None:
+    pool = HostPool(LAYOUT, 12)
+    failures: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        try:
+            for step in range(300):
+                wanted = keys(*((seed * 7 + step * 3 + i) % 30 for i in range(4)))
+                reservation = pool.reserve(wanted)
+                if reservation is not None:
+                    (reservation.commit if step % 3 else reservation.abandon)()
+                with pool.pin_leading(wanted) as objects:
+                    assert len(set(objects.slots)) == len(objects.slots)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert failures == []
+    now = pool.report().occupancy
+    assert (now.pins, now.writing, now.free + now.ready) == (0, 0, 12)
+    pool.close()
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """The pool against dictionaries: who holds what, in which slot, and what may be evicted."""
+
+    reservations = Bundle("reservations")
+    leases = Bundle("leases")
+    NUM_SLOTS = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = HostPool(LAYOUT, self.NUM_SLOTS)
+        self.ready: dict[ChunkKey, int] = {}
+        self.writing: dict[ChunkKey, int] = {}
+        self.held: dict[int, int] = {}  # slot -> leases on it
+        self.bytes: dict[int, bytes] = {}
+        self.age: list[ChunkKey] = []  # of unpinned READY objects, oldest first
+        self.open: dict[object, Callable[[], None]] = {}  # what nobody ended yet, and how it ends
+
+    def _touch(self, key: ChunkKey) -> None:
+        if key in self.age:
+            self.age.remove(key)
+        if key in self.ready and not self.held.get(self.ready[key]):
+            self.age.append(key)
+
+    @rule(target=reservations, numbers=st.lists(st.integers(0, 11), min_size=1, max_size=NUM_SLOTS, unique=True))
+    def reserve(self, numbers: list[int]) -> object:
+        wanted = keys(*numbers)
+        missing = [key for key in wanted if key not in self.ready and key not in self.writing]
+        taken = set(self.ready.values()) | set(self.writing.values()) | set(self.held)
+        candidates = [key for key in self.age if key not in wanted]
+        needed = len(missing) - (self.NUM_SLOTS - len(taken))
+        reservation = self.pool.reserve(wanted)
+        if needed > len(candidates):
+            assert reservation is None
+            return None
+        assert reservation is not None
+        assert list(reservation.keys) == missing
+        assert list(reservation.evicted) == candidates[: max(0, needed)], "exactly what was needed, the oldest first"
+        for key in reservation.evicted:
+            self.age.remove(key)
+            taken.remove(self.ready.pop(key))
+        assert not taken & set(reservation.slots), "POOL-2"
+        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
+            self.writing[key] = slot
+            self.bytes[slot] = key.prefix
+            self.pool.memory.buffer(slot)[:4] = key.prefix
+        self.open[reservation] = reservation.abandon
+        return reservation
+
+    @rule(reservation=consumes(reservations))
+    def commit(self, reservation: Reservation | None) -> None:
+        if reservation is None:
+            return
+        reservation.commit()
+        del self.open[reservation]
+        for key in reversed(reservation.keys):
+            self.ready[key] = self.writing.pop(key)
+            self._touch(key)
+
+    @rule(reservation=consumes(reservations))
+    def abandon(self, reservation: Reservation | None) -> None:
+        if reservation is None:
+            return
+        reservation.abandon()
+        del self.open[reservation]
+        for key in reservation.keys:
+            del self.writing[key]
+
+    @rule(target=leases, numbers=st.lists(st.integers(0, 11), max_size=4, unique=True))
+    def pin(self, numbers: list[int]) -> object:
+        wanted = keys(*numbers)
+        if not set(wanted) <= set(self.ready):
+            with pytest.raises(KeyError):
+                self.pool.pin(wanted)
+            return None
+        lease = self.pool.pin(wanted)
+        assert list(lease.slots) == [self.ready[key] for key in wanted]
+        for key in wanted:
+            self.held[self.ready[key]] = self.held.get(self.ready[key], 0) + 1
+            self._touch(key)
+        self.open[lease] = lease.release
+        return lease
+
+    @rule(lease=consumes(leases), twice=st.booleans())
+    def release(self, lease: PinnedObjects | None, twice: bool) -> None:
+        if lease is None:
+            return
+        lease.release()
+        del self.open[lease]
+        if twice:
+            lease.release()
+        for key, slot in reversed(list(zip(lease.keys, lease.slots, strict=True))):
+            self.held[slot] -= 1
+            if not self.held[slot]:
+                del self.held[slot]
+                if self.ready.get(key) == slot:
+                    self._touch(key)
+
+    @precondition(lambda self: self.ready)
+    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=2))
+    def discard(self, numbers: list[int]) -> None:
+        self.pool.discard(keys(*numbers))
+        for key in keys(*numbers):
+            if self.ready.pop(key, None) is not None and key in self.age:
+                self.age.remove(key)
+
+    @invariant()
+    def every_slot_is_free_or_holds_one_object(self) -> None:
+        now = self.pool.report().occupancy
+        discarded = set(self.held) - set(self.ready.values())
+        owned = [*self.ready.values(), *self.writing.values(), *discarded]
+        assert len(owned) == len(set(owned)), "POOL-1"
+        assert now.free == self.NUM_SLOTS - len(owned)
+        assert (now.writing, now.ready) == (len(self.writing), len(self.ready))
+        assert (now.pinned, now.pins) == (len(self.held), sum(self.held.values())), "POOL-4"
+
+    @invariant()
+    def what_is_found_is_what_was_committed(self) -> None:
+        for number in range(12):
+            assert self.pool.leading_hits(keys(number)) == (key(number) in self.ready)
+
+    @invariant()
+    def held_bytes_are_untouched(self) -> None:
+        for slot in [*self.held, *self.ready.values()]:
+            assert bytes(self.pool.memory.buffer(slot)[:4]) == self.bytes[slot], "POOL-2"
+
+    def teardown(self) -> None:
+        for end in self.open.values():
+            end()
+        now = self.pool.report().occupancy
+        assert (now.pins, now.writing) == (0, 0), "POOL-4"
+        self.pool.close()
+
+
+TestPoolMachine = PoolMachine.TestCase
