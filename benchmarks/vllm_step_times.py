@@ -7,16 +7,17 @@
   vllm_step_times.py OUT.json --dry-run        the cells, without vLLM
 
 Model: the shape of Llama-3.1-8B with dummy weights, right for timing and useless for its tokens. Measured are
-`prefill` (n new tokens over m cached, time to the first token and GPU time of the step), `decode` (steps by
-batch and context, every request with blocks of its own), `batched` (several prefills in one step), `mixed` (a prefill that
-joins decodes) and `wire` (pinned copies). Every raw value is kept; OUT is rewritten after each section, so a
-run that is cut short keeps what it has. Milliseconds everywhere, as the keys say.
+`prefill` (n new tokens over m cached, time to the first token and GPU time of the step), `decode` (steps by batch and
+context, every request with blocks of its own), `batched` (several prefills in one step), `mixed` (a prefill that joins
+decodes) and `wire` (pinned copies). Every raw value is kept; OUT is rewritten after each section, so a run that is cut
+short keeps what it has. Milliseconds everywhere, as the keys say.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import os
 import pathlib
@@ -28,30 +29,21 @@ import tempfile
 import time
 from typing import Any
 
-CACHED = (0, 1024, 4096, 8192, 15152, 32768, 65536, 131072)
-NEW = (16, 64, 256, 512, 1024, 2048, 4096, 8192)
-BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
-CONTEXTS = (128, 1024, 4096, 16384, 65536, 131072)
-BATCHED = ((2, 0, 512), (4, 0, 512), (2, 0, 2048), (4, 0, 2048), (2, 15152, 512), (4, 15152, 512), (2, 15152, 2048),
-           (4, 15152, 2048), (4, 4096, 64), (4, 65536, 64))  # (requests, cached, new) in one step
-MIXED = ((8, 0, 512), (8, 15152, 512), (8, 15152, 2048), (32, 0, 512), (32, 15152, 512), (32, 0, 2048), (32, 15152, 2048),
-         (32, 4096, 7936), (64, 15152, 2048))  # (decodes at 4096 tokens of context, cached, new)
-REAL_HITS = ((4096, 512), (15152, 1024), (32768, 2048), (65536, 256))
-MIXED_CONTEXT = 4096
-BLOCK_TOKENS = 16
-KV_BYTES_PER_TOKEN = 2 * 32 * 8 * 128 * 2
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "max_position_embeddings": 147456, "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_theta": 500000.0,
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-                     "original_max_position_embeddings": 8192},
-    "torch_dtype": "bfloat16", "bos_token_id": 128000, "eos_token_id": 128009, "tie_word_embeddings": False,
-    "attention_bias": False, "mlp_bias": False, "initializer_range": 0.02, "use_cache": True,
-}
+from step_time_cells import (
+    BATCHED,
+    BATCHES,
+    BLOCK_TOKENS,
+    CACHED,
+    CONTEXTS,
+    MIXED,
+    MIXED_CONTEXT,
+    MODEL,
+    NEW,
+    REAL_HITS,
+)
 
 
-class OutOfTime(Exception):
+class OutOfTimeError(Exception):
     """The time given with --deadline-s has passed; what was measured is written."""
 
 
@@ -66,8 +58,13 @@ class Bench:
 
     def start(self) -> None:
         """Builds the engine; fills in `provenance` and `settings`."""
-        os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1",
-                          VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING")
+        os.environ.update(
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+            VLLM_USE_FLASHINFER_SAMPLER="0",
+            HF_HUB_OFFLINE="1",
+            VLLM_NO_USAGE_STATS="1",
+            VLLM_LOGGING_LEVEL="WARNING",
+        )
         sys.path.insert(0, str(pathlib.Path(__file__).parent))
         import torch
         import vllm
@@ -79,12 +76,24 @@ class Bench:
         (pathlib.Path(model) / "config.json").write_text(json.dumps(MODEL))
         piecewise = self.args.arm == "piecewise"
         llm = vllm.LLM(
-            model=model, load_format="dummy", skip_tokenizer_init=True, enforce_eager=False, max_model_len=140000,
-            gpu_memory_utilization=0.92, max_num_batched_tokens=8192, max_num_seqs=256, enable_prefix_caching=piecewise,
-            disable_log_stats=True, disable_hybrid_kv_cache_manager=True,
+            model=model,
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            enforce_eager=False,
+            max_model_len=140000,
+            gpu_memory_utilization=0.92,
+            max_num_batched_tokens=8192,
+            max_num_seqs=256,
+            enable_prefix_caching=piecewise,
+            disable_log_stats=True,
+            disable_hybrid_kv_cache_manager=True,
             kv_transfer_config=KVTransferConfig(
-                kv_connector="FakeHitConnector", kv_connector_module_path="fake_hit_connector", kv_role="kv_both",
-                kv_connector_extra_config={"piecewise": piecewise}))
+                kv_connector="FakeHitConnector",
+                kv_connector_module_path="fake_hit_connector",
+                kv_role="kv_both",
+                kv_connector_extra_config={"piecewise": piecewise},
+            ),
+        )
         import fake_hit_connector
 
         self.fake = fake_hit_connector
@@ -93,14 +102,20 @@ class Bench:
         self.capacity_tokens = config.cache_config.num_gpu_blocks * BLOCK_TOKENS
         layer = next(iter(config.compilation_config.static_forward_context.values()))
         self.results["settings"] = {
-            "init_s": round(time.perf_counter() - self.begin, 1), "kv_capacity_tokens": self.capacity_tokens,
+            "init_s": round(time.perf_counter() - self.begin, 1),
+            "kv_capacity_tokens": self.capacity_tokens,
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
             "cudagraph_capture_max": config.compilation_config.max_cudagraph_capture_size,
-            "async_scheduling": config.scheduler_config.async_scheduling, "prefix_caching": piecewise,
-            "max_num_batched_tokens": 8192, "max_num_seqs": 256, "block_tokens": BLOCK_TOKENS,
-            "attention": getattr(getattr(layer, "attn_backend", None), "__name__", type(layer).__name__), "model": MODEL,
+            "async_scheduling": config.scheduler_config.async_scheduling,
+            "prefix_caching": piecewise,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 256,
+            "block_tokens": BLOCK_TOKENS,
+            "attention": getattr(getattr(layer, "attn_backend", None), "__name__", type(layer).__name__),
+            "model": MODEL,
         }
         self.results["wire"] = self.wire()
+        torch.cuda.empty_cache()
         self.write()
         self.say(f"engine ready: {json.dumps({k: v for k, v in self.results['settings'].items() if k != 'model'})}")
 
@@ -115,14 +130,15 @@ class Bench:
 
     def check_time(self) -> None:
         if time.perf_counter() - self.begin > self.args.deadline_s:
-            raise OutOfTime
+            raise OutOfTimeError
 
     def prompt(self, num_tokens: int) -> list[int]:
         return self.rng.choices(range(1000, 100000), k=num_tokens)
 
     def add(self, token_ids: list[int], output_tokens: int) -> None:
-        params = self.SamplingParams(max_tokens=output_tokens, min_tokens=output_tokens, temperature=0,
-                                     ignore_eos=True, detokenize=False)
+        params = self.SamplingParams(
+            max_tokens=output_tokens, min_tokens=output_tokens, temperature=0, ignore_eos=True, detokenize=False
+        )
         self.engine.add_request(f"r{self.num_added}", {"prompt_token_ids": token_ids}, params)
         self.num_added += 1
 
@@ -141,8 +157,14 @@ class Bench:
         rows, before = [], None
         for step in self.fake.STEPS:
             period = before.elapsed_time(step.end) if before is not None else None
-            rows.append({"requests": step.num_requests, "tokens": step.num_tokens,
-                         "gpu_ms": step.begin.elapsed_time(step.end), "period_ms": period})
+            rows.append(
+                {
+                    "requests": step.num_requests,
+                    "tokens": step.num_tokens,
+                    "gpu_ms": step.begin.elapsed_time(step.end),
+                    "period_ms": period,
+                }
+            )
             before = step.end
         self.fake.STEPS.clear()
         return rows
@@ -158,7 +180,9 @@ class Bench:
         end = self.drain()[-1][0]
         steps = self.steps()
         if [step["tokens"] for step in steps] != [new * len(prompts)]:
-            raise RuntimeError(f"cached {cached} new {new}: wanted one step of {new * len(prompts)} tokens, got {steps}")
+            raise RuntimeError(
+                f"cached {cached} new {new}: wanted one step of {new * len(prompts)} tokens, got {steps}"
+            )
         return {"ttft_ms": 1e3 * (end - begin), "add_ms": 1e3 * (added - begin), "gpu_ms": steps[0]["gpu_ms"]}
 
     def prefill(self, section: str, cells: list[tuple[int, int, int]], repeats: int) -> None:
@@ -176,8 +200,10 @@ class Bench:
                     for key, value in times.items():
                         row[key].append(round(value, 4))
             if (count, new) == (cells[0][0], cells[0][2]) or section != "prefill":
-                self.say(f"{section} {count} x {cached}+{new}: TTFT {statistics.median(row['ttft_ms']):.2f} ms, "
-                         f"GPU {statistics.median(row['gpu_ms']):.2f} ms")
+                self.say(
+                    f"{section} {count} x {cached}+{new}: TTFT {statistics.median(row['ttft_ms']):.2f} ms, "
+                    f"GPU {statistics.median(row['gpu_ms']):.2f} ms"
+                )
         self.write()
 
     def decode(self, num_steps: int) -> None:
@@ -186,8 +212,14 @@ class Bench:
             for batch in BATCHES:
                 self.check_time()
                 if batch * (context + num_steps + BLOCK_TOKENS) > 0.97 * self.capacity_tokens:
-                    self.results["skipped"].append({"section": "decode", "batch": batch, "context": context, "reason": (
-                        f"needs {batch * context} tokens of KV, the GPU holds {self.capacity_tokens}")})
+                    self.results["skipped"].append(
+                        {
+                            "section": "decode",
+                            "batch": batch,
+                            "context": context,
+                            "reason": (f"needs {batch * context} tokens of KV, the GPU holds {self.capacity_tokens}"),
+                        }
+                    )
                     continue
                 self.fake.Claim.tokens = context - BLOCK_TOKENS
                 self.steps()
@@ -195,13 +227,22 @@ class Bench:
                     self.add(token_ids, num_steps)
                 seen = self.drain()
                 steps = [s for s in self.steps() if (s["requests"], s["tokens"]) == (batch, batch) and s["period_ms"]]
-                walls = [1e3 * (b - a) for (a, _), (b, n) in zip(seen, seen[1:], strict=False) if n == batch]
-                rows.append({"batch": batch, "context": context, "first_context": context + 1,
-                             "gpu_ms": [round(s["gpu_ms"], 4) for s in steps],
-                             "period_ms": [round(s["period_ms"], 4) for s in steps], "wall_ms": [round(w, 4) for w in walls]})
+                walls = [1e3 * (b - a) for (a, _), (b, n) in itertools.pairwise(seen) if n == batch]
+                rows.append(
+                    {
+                        "batch": batch,
+                        "context": context,
+                        "first_context": context + 1,
+                        "gpu_ms": [round(s["gpu_ms"], 4) for s in steps],
+                        "period_ms": [round(s["period_ms"], 4) for s in steps],
+                        "wall_ms": [round(w, 4) for w in walls],
+                    }
+                )
                 if batch in (1, 32):
-                    self.say(f"decode {batch} x {context}: period {statistics.median(rows[-1]['period_ms']):.2f} ms, "
-                             f"GPU {statistics.median(rows[-1]['gpu_ms']):.2f} ms, wall {statistics.median(walls):.2f} ms")
+                    self.say(
+                        f"decode {batch} x {context}: period {statistics.median(rows[-1]['period_ms']):.2f} ms, "
+                        f"GPU {statistics.median(rows[-1]['gpu_ms']):.2f} ms, wall {statistics.median(walls):.2f} ms"
+                    )
             self.write()
 
     def mixed(self, repeats: int) -> None:
@@ -223,9 +264,19 @@ class Bench:
             steps = self.steps()
             both = [s["gpu_ms"] for s in steps if (s["requests"], s["tokens"]) == (batch + 1, batch + new)]
             alone = [s["gpu_ms"] for s in steps if (s["requests"], s["tokens"]) == (batch, batch)]
-            rows.append({"batch": batch, "context": MIXED_CONTEXT, "cached": cached, "new": new, "gpu_ms": both,
-                         "decode_gpu_ms": alone})
-            self.say(f"mixed {batch} decodes + {cached}+{new}: {both} ms, decode alone {statistics.median(alone):.2f} ms")
+            rows.append(
+                {
+                    "batch": batch,
+                    "context": MIXED_CONTEXT,
+                    "cached": cached,
+                    "new": new,
+                    "gpu_ms": both,
+                    "decode_gpu_ms": alone,
+                }
+            )
+            self.say(
+                f"mixed {batch} decodes + {cached}+{new}: {both} ms, decode alone {statistics.median(alone):.2f} ms"
+            )
         self.write()
 
     def real_hits(self, repeats: int) -> None:
@@ -242,9 +293,13 @@ class Bench:
                 claimed.append(self.first_token([self.prompt(cached + new)], cached, new))
                 real.append(self.first_token([prefix + self.prompt(new)], 0, new))
             rows.append({"cached": cached, "new": new, "claimed": claimed[1:], "real": real[1:]})
-            medians = [statistics.median(r[key] for r in side[1:]) for side in (claimed, real) for key in ("ttft_ms", "gpu_ms")]
-            self.say(f"hits {cached}+{new}: claimed TTFT {medians[0]:.2f} GPU {medians[1]:.2f}, "
-                     f"real TTFT {medians[2]:.2f} GPU {medians[3]:.2f} ms")
+            medians = [
+                statistics.median(r[key] for r in side[1:]) for side in (claimed, real) for key in ("ttft_ms", "gpu_ms")
+            ]
+            self.say(
+                f"hits {cached}+{new}: claimed TTFT {medians[0]:.2f} GPU {medians[1]:.2f}, "
+                f"real TTFT {medians[2]:.2f} GPU {medians[3]:.2f} ms"
+            )
         self.write()
 
     def wire(self) -> dict[str, Any]:
@@ -259,8 +314,10 @@ class Bench:
             begin = torch.cuda.Event(enable_timing=True)
             ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             begin.record()
-            for stream, wanted, target, source, end in ((streams[0], down, device[0], host[0], ends[0]),
-                                                        (streams[1], up, host[1], device[1], ends[1])):
+            for stream, wanted, target, source, end in (
+                (streams[0], down, device[0], host[0], ends[0]),
+                (streams[1], up, host[1], device[1], ends[1]),
+            ):
                 stream.wait_event(begin)
                 with torch.cuda.stream(stream):
                     if wanted:
@@ -269,21 +326,33 @@ class Bench:
             torch.cuda.synchronize()
             return size / 1e6 / max(begin.elapsed_time(end) for end in ends)
 
-        rates = {name: [round(copy(*way), 3) for _ in range(11)][1:]
-                 for name, way in (("h2d", (True, False)), ("d2h", (False, True)), ("each_of_both", (True, True)))}
-        self.say(f"wire GB/s: {({name: statistics.median(r) for name, r in rates.items()})}")
-        del host, device
-        torch.cuda.empty_cache()
+        rates = {
+            name: [round(copy(*way), 3) for _ in range(11)][1:]
+            for name, way in (("h2d", (True, False)), ("d2h", (False, True)), ("each_of_both", (True, True)))
+        }
+        self.say(f"wire GB/s: { ({name: statistics.median(r) for name, r in rates.items()}) }")
         return {"bytes": size, "gb_per_s": rates}
 
 
 def provenance(args: argparse.Namespace, torch: Any, vllm: Any) -> dict[str, Any]:
     """Where and when: everything a reader needs to repeat the run."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm", "--format=csv,noheader"]
-    return {"gpu": torch.cuda.get_device_name(), "nvidia_smi": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-            "cuda": torch.version.cuda, "torch": torch.__version__, "vllm": vllm.__version__, "python": sys.version.split()[0],
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "command": " ".join(sys.argv),
-            "commit": args.commit, "seed": args.seed}
+    query = [
+        "nvidia-smi",
+        "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm",
+        "--format=csv,noheader",
+    ]
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "nvidia_smi": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
+        "cuda": torch.version.cuda,
+        "torch": torch.__version__,
+        "vllm": vllm.__version__,
+        "python": sys.version.split()[0],
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": " ".join(sys.argv),
+        "commit": args.commit,
+        "seed": args.seed,
+    }
 
 
 def main() -> int:
@@ -299,7 +368,8 @@ def main() -> int:
     args = parser.parse_args()
     grid = [(1, cached, new) for new in NEW for cached in CACHED]
     if args.dry_run:
-        print(f"prefill {len(grid)} cells, decode up to {len(BATCHES) * len(CONTEXTS)}, batched {len(BATCHED)}, mixed {len(MIXED)}")
+        decode = len(BATCHES) * len(CONTEXTS)
+        print(f"prefill {len(grid)} cells, decode up to {decode}, batched {len(BATCHED)}, mixed {len(MIXED)}")
         return 0
     bench = Bench(args, time.perf_counter())
     bench.start()
@@ -313,11 +383,13 @@ def main() -> int:
             bench.prefill("prefill", grid, args.repeats)
         else:
             bench.real_hits(7)
-            bench.prefill("prefill", [cell for cell in grid if cell[1] in (0, 4096, 15152, 65536) and cell[2] <= 2048], 7)
+            bench.prefill(
+                "prefill", [cell for cell in grid if cell[1] in (0, 4096, 15152, 65536) and cell[2] <= 2048], 7
+            )
             bench.decode(args.decode_steps)
             bench.mixed(4)
         bench.results["complete"] = True
-    except OutOfTime:
+    except OutOfTimeError:
         bench.say("stopped at the deadline")
     bench.results["wall_s"] = round(time.perf_counter() - bench.begin, 1)
     bench.write()
