@@ -115,8 +115,8 @@ def build() -> dict[str, Any]:
                 "program": copies["programs"],
                 "system": copies["system"],
                 "note": "another machine of the same kind. slice_fixed_ns: 1 GiB in 32 slices by batch copy "
-                "and scatter, less the raw copy, a slice. batch_dma beside small GEMMs costs up to 14%, beside large "
-                "ones 0 to 3%",
+                "and scatter, less the raw copy, a slice. batch_dma beside small GEMMs costs up to 14%, "
+                "beside large ones 0 to 3%",
             },
         ],
         "wire": {

@@ -16,19 +16,18 @@ short keeps what it has. Milliseconds everywhere, as the keys say.
 from __future__ import annotations
 
 import argparse
-import datetime
 import itertools
 import json
 import os
 import pathlib
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from typing import Any
 
+import device_facts
 from step_time_cells import (
     BATCHED,
     BATCHES,
@@ -71,7 +70,8 @@ class Bench:
         from vllm.config import KVTransferConfig
 
         self.torch, self.SamplingParams = torch, vllm.SamplingParams
-        self.results["provenance"] = provenance(self.args, torch, vllm)
+        facts = device_facts.provenance(torch, vllm)
+        self.results["provenance"] = {**facts, "commit": self.args.commit, "seed": self.args.seed}
         model = tempfile.mkdtemp(prefix="llama8b-")
         (pathlib.Path(model) / "config.json").write_text(json.dumps(MODEL))
         piecewise = self.args.arm == "piecewise"
@@ -114,7 +114,8 @@ class Bench:
             "attention": getattr(getattr(layer, "attn_backend", None), "__name__", type(layer).__name__),
             "model": MODEL,
         }
-        self.results["wire"] = self.wire()
+        self.results["wire"] = device_facts.wire_rates(torch)
+        self.say(f"wire: {self.results['wire']}")
         torch.cuda.empty_cache()
         self.write()
         self.say(f"engine ready: {json.dumps({k: v for k, v in self.results['settings'].items() if k != 'model'})}")
@@ -301,58 +302,6 @@ class Bench:
                 f"real TTFT {medians[2]:.2f} GPU {medians[3]:.2f} ms"
             )
         self.write()
-
-    def wire(self) -> dict[str, Any]:
-        """Pinned copies of 1 GiB each way, and 1 GiB each way at once: GB/s of every repeat."""
-        torch, size = self.torch, 1 << 30
-        host = [torch.empty(size, dtype=torch.uint8, pin_memory=True).fill_(i + 1) for i in range(2)]
-        device = [torch.empty(size, dtype=torch.uint8, device="cuda").fill_(3) for _ in range(2)]
-        streams = [torch.cuda.Stream() for _ in range(2)]
-
-        def copy(down: bool, up: bool) -> float:
-            torch.cuda.synchronize()
-            begin = torch.cuda.Event(enable_timing=True)
-            ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            begin.record()
-            for stream, wanted, target, source, end in (
-                (streams[0], down, device[0], host[0], ends[0]),
-                (streams[1], up, host[1], device[1], ends[1]),
-            ):
-                stream.wait_event(begin)
-                with torch.cuda.stream(stream):
-                    if wanted:
-                        target.copy_(source, non_blocking=True)
-                    end.record(stream)
-            torch.cuda.synchronize()
-            return size / 1e6 / max(begin.elapsed_time(end) for end in ends)
-
-        rates = {
-            name: [round(copy(*way), 3) for _ in range(11)][1:]
-            for name, way in (("h2d", (True, False)), ("d2h", (False, True)), ("each_of_both", (True, True)))
-        }
-        self.say(f"wire GB/s: { ({name: statistics.median(r) for name, r in rates.items()}) }")
-        return {"bytes": size, "gb_per_s": rates}
-
-
-def provenance(args: argparse.Namespace, torch: Any, vllm: Any) -> dict[str, Any]:
-    """Where and when: everything a reader needs to repeat the run."""
-    query = [
-        "nvidia-smi",
-        "--query-gpu=driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm",
-        "--format=csv,noheader",
-    ]
-    return {
-        "gpu": torch.cuda.get_device_name(),
-        "nvidia_smi": subprocess.run(query, capture_output=True, text=True).stdout.strip(),
-        "cuda": torch.version.cuda,
-        "torch": torch.__version__,
-        "vllm": vllm.__version__,
-        "python": sys.version.split()[0],
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
-        "commit": args.commit,
-        "seed": args.seed,
-    }
 
 
 def main() -> int:
