@@ -71,6 +71,7 @@ class Request(NamedTuple):
         load: what the link carries before the request is complete.
         due_after_ns: how long after arrival its first token is due, for the deadline order.
         tag: the caller's own number, handed back in the record.
+        admission_ns: from arrival until the engine has it in its queue: the host's tokenising, hashing, copying.
     """
 
     cached_tokens: int
@@ -79,6 +80,7 @@ class Request(NamedTuple):
     load: Load = NOTHING_TO_LOAD
     due_after_ns: int | None = None
     tag: int = 0
+    admission_ns: int = 0
 
 
 class Job:
@@ -108,7 +110,7 @@ class Job:
         self.sequence = sequence
         self.request = request
         self.arrival_ns = arrival_ns
-        self.submitted_ns = self.first_layer_ns = self.all_landed_ns = arrival_ns
+        self.submitted_ns = self.first_layer_ns = self.all_landed_ns = arrival_ns + request.admission_ns
         self.released_ns = self.started_ns = self.first_token_ns = -1
         self.gate: LayerArrivalGate[int] | None = None  # its events are landing instants
         self.transfer: Transfer | None = None

@@ -134,7 +134,7 @@ class World:
         self._on_finish = on_finish
         self._keep_steps = keep_steps
         self._fast_forward = fast_forward
-        self._arrived = 0
+        self._admitted = 0
         self._unsubmitted: list[Job] = []
         self._due: list[Job] = []  # so many layers landed that a policy without forecast releases at the next poll
         self._step: _RunningStep | None = None
@@ -173,17 +173,24 @@ class World:
         self.clock.run()
         return self.records
 
-    def arrive(self, request: Request) -> int:
-        """The request is here now; returns its sequence number.
+    def arrive(self, request: Request) -> None:
+        """The request is here now, and in the engine's queue when it has been admitted.
 
         Raises:
-            ValueError: no tokens to compute or to generate, or a load that does not hold every layer.
+            ValueError: no tokens to compute or to generate, a negative count or time, or a load that does not hold
+                every layer.
         """
         self._check(request)
         now = self.clock.now_ns
-        job = Job(self._arrived, request, now)
-        self._arrived += 1
         self.backlog_tokens += request.new_tokens
+        if request.admission_ns:
+            self.clock.at(now + request.admission_ns, Phase.HAPPEN, lambda: self._admit(request, now))
+        else:
+            self._admit(request, now)
+
+    def _admit(self, request: Request, arrival_ns: int) -> None:
+        job = Job(self._admitted, request, arrival_ns)
+        self._admitted += 1
         self._scheduler.waiting[job.sequence] = job
         if not request.load.slice_layers:
             self._due.append(job)
@@ -197,10 +204,9 @@ class World:
                 self._arm_timer(self._stretch.longest_step_ns)
             elif self._stretch is None:
                 self._look_soon()
-        return job.sequence
 
     def _check(self, request: Request) -> None:
-        if request.new_tokens < 1 or request.output_tokens < 1 or request.cached_tokens < 0:
+        if min(request.new_tokens, request.output_tokens) < 1 or min(request.cached_tokens, request.admission_ns) < 0:
             raise ValueError(
                 f"a request computes and generates at least 1 token over a context of at least 0, got {request}"
             )

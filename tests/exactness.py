@@ -7,7 +7,7 @@ small on purpose, so that instants coincide, and zero durations are common.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamella.reference.ordering import ORDERS, OrderPolicy
@@ -23,6 +23,7 @@ from lamella.reference.timeline import (
     add_members,
     compute_timeline,
 )
+from lamella.sim.clock import Phase
 from lamella.sim.scheduler import EngineSettings, Request
 from lamella.sim.world import World
 
@@ -36,19 +37,20 @@ class Scenario:
 
 
 def random_scenario(rng: random.Random) -> Scenario:
-    """Legal by construction: up to six requests, six layers, any widths; half of the durations from 0 .. 3 ns."""
+    """Legal by construction: up to six requests, six layers, any widths; half of the scenarios count in single ns."""
     num_layers = rng.randint(1, 6)
     longest = rng.choice((1, 3, 12, 1000))
+    slowest = longest * rng.choice((1, 4))  # of the slices: a wire slower than computing makes stalls
     arrival = 0
     requests: list[TimedRequest] = []
     for _ in range(rng.randint(1, 6)):
-        arrival += rng.choice((0, 0, rng.randint(0, longest * num_layers)))
+        arrival += rng.choice((0, 0, rng.randint(0, longest), rng.randint(0, longest * num_layers)))
         load = NOTHING_TO_LOAD
         if rng.random() < 0.85:
             width = [rng.randint(1, num_layers) for _ in range(rng.randint(1, 3))]
             layers = tuple(part.num_layers for part in plan_slices(num_layers, width))
-            sizes = tuple(rng.randint(0, longest) for _ in layers)
-            times = sizes if rng.random() < 0.5 else tuple(rng.randint(0, longest) for _ in layers)
+            sizes = tuple(rng.randint(0, slowest) for _ in layers)
+            times = sizes if rng.random() < 0.5 else tuple(rng.randint(0, slowest) for _ in layers)
             load = Load(layers, sizes, times)
         requests.append(
             TimedRequest(
@@ -96,22 +98,29 @@ class ScriptedCompute:
         raise AssertionError("these scenarios only prefill")
 
 
-WorldFactory = Callable[..., World]
-
-
-def run_world(scenario: Scenario, build: WorldFactory = World) -> World:
+def run_world(scenario: Scenario) -> World:
     rule = scenario.rule
-    world = build(
+    world = World(
         ScriptedCompute(scenario.requests),
         scenario.order,
         scenario.release,
         EngineSettings(rule.start_delay_ns, rule.idle_poll_ns, rule.token_budget, max_batch=None),
         keep_steps=True,
     )
-    for index, request in enumerate(scenario.requests):
+
+    def come(index: int) -> None:
+        request = scenario.requests[index]
         due = None if request.deadline_ns is None else request.deadline_ns - request.arrival_ns
         cached = (index + 1) * ScriptedCompute.STRIDE
-        world.arrive_at(request.arrival_ns, Request(cached, request.new_tokens, load=request.load, due_after_ns=due))
+        world.arrive(Request(cached, request.new_tokens, load=request.load, due_after_ns=due))
+        schedule(index + 1)
+
+    def schedule(index: int) -> None:
+        """One after another, so that an arrival races with what the one before it has caused in the same instant."""
+        if index < len(scenario.requests):
+            world.clock.at(scenario.requests[index].arrival_ns, Phase.HAPPEN, lambda: come(index))
+
+    schedule(0)
     world.run()
     return world
 
@@ -120,10 +129,10 @@ def run_recursion(scenario: Scenario) -> Timeline:
     return compute_timeline(scenario.requests, scenario.order, scenario.release, scenario.rule)
 
 
-def difference(scenario: Scenario, build: WorldFactory = World) -> str | None:
+def difference(scenario: Scenario) -> str | None:
     """The first thing on which world and recursion differ; None if they agree in everything."""
     timeline = run_recursion(scenario)
-    world = run_world(scenario, build)
+    world = run_world(scenario)
     if len(world.records) != len(timeline.requests):
         return f"{len(world.records)} of {len(timeline.requests)} requests ended in the world"
     for record in world.records:
