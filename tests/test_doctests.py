@@ -9,7 +9,12 @@ import pytest
 import lamella
 
 NEEDS_AN_EXTRA = {"lamella.cuda_ext.torch": "torch", "lamella.connector.vllm": "vllm"}
-MODULES = [found.name for found in pkgutil.walk_packages(lamella.__path__, "lamella.")]
+# A native library beside the modules looks like an extension module to pkgutil.
+MODULES = [
+    found.name
+    for found in pkgutil.walk_packages(lamella.__path__, "lamella.")
+    if not found.name.startswith("lamella.cuda_ext.lib")
+]
 
 
 @pytest.mark.parametrize("name", MODULES)

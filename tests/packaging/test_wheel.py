@@ -113,7 +113,8 @@ for extra in ("torch", "matplotlib", "vllm", "pytest", "hypothesis"):
     sys.modules[extra] = None  # importing it raises ImportError, as if it were not installed
 import lamella
 for found in pkgutil.walk_packages(lamella.__path__, "lamella."):
-    if found.name not in {NEEDS_AN_EXTRA!r}:
+    # A native library beside the modules looks like an extension module to pkgutil.
+    if found.name not in {NEEDS_AN_EXTRA!r} and not found.name.startswith("lamella.cuda_ext.lib"):
         importlib.import_module(found.name)
         print(found.name)
 """
