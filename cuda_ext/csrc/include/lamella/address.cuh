@@ -45,7 +45,8 @@ struct LayerSelector {
   std::int32_t staged_layers;
 };
 
-// A rectangle of one object: some layers of one group, some tokens of the chunk (reference.plan.Piece).
+// A rectangle of one object: some layers of one group, some tokens of the chunk (reference.plan.Piece). A planner's
+// piece names its layers; first_layer = num_layers = 0 is the default selector.
 struct Piece {
   std::int32_t object_index;
   std::int32_t group;
@@ -73,11 +74,6 @@ LM_HD std::int64_t row_bytes(const Group& g) { return g.chunk_tokens * hidden_by
 LM_HD std::int64_t plane_bytes(const Group& g) { return g.block_tokens * hidden_bytes(g); }
 // One block, one layer, every kv.
 LM_HD std::int64_t block_bytes(const Group& g) { return g.kv * plane_bytes(g); }
-// What a piece moves, and what it occupies in a window.
-LM_HD std::int64_t piece_bytes(const Group& g, const Piece& p) {
-  return p.num_layers * p.num_tokens * token_layer_bytes(g);
-}
-
 // ---- layers (SPEC B1): the engine is addressed at layer_offset + slot, staging by slot
 
 LM_HD LayerSelector selector_of(const Piece& p) { return {p.first_layer, p.num_layers}; }
@@ -85,6 +81,15 @@ LM_HD std::int32_t staged_layers(const Group& g, LayerSelector s) {
   return s.staged_layers == 0 ? g.num_layers : s.staged_layers;
 }
 LM_HD std::int32_t engine_layer(LayerSelector s, std::int32_t slot) { return s.layer_offset + slot; }
+// A piece of every layer is launched with the default, as chunk-major is.
+LM_HD Piece with_default_selector(const Group& g, Piece p) {
+  if (p.num_layers == g.num_layers) p.num_layers = 0;
+  return p;
+}
+// What a piece moves, and what it occupies in a window.
+LM_HD std::int64_t piece_bytes(const Group& g, const Piece& p) {
+  return std::int64_t{staged_layers(g, selector_of(p))} * p.num_tokens * token_layer_bytes(g);
+}
 
 // ---- tokens and blocks; a sequence token is counted from the sequence's first token, a chunk token from its chunk's
 

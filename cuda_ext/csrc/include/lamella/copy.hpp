@@ -14,6 +14,8 @@ inline unsigned char* at(std::uint64_t address) {
   return reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
 }
 
+inline void copy_run(unsigned char* to, const unsigned char* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
 // One axis of a grid of runs: how many, and how far apart on either side.
 struct Axis {
   std::int64_t count;

@@ -77,7 +77,7 @@ typedef struct lm_request {
   int64_t window_bytes;
 } lm_request;
 
-/* reference.plan.Piece */
+/* reference.plan.Piece; for the launches below also with first_layer = num_layers = 0, which selects every layer. */
 typedef struct lm_piece {
   int32_t object_index;
   int32_t group;
@@ -138,5 +138,8 @@ LM_API lm_status lm_cpu_execute(const lm_request *request, const lm_host_objects
 #ifdef __cplusplus
 }
 #endif
+
+#include "lamella/engine.h"
+#include "lamella/memory.h"
 
 #endif /* LAMELLA_LAMELLA_H */

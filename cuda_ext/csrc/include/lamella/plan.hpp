@@ -40,6 +40,10 @@ inline std::vector<Group> groups_of(const lm_request& request) {
   return groups;
 }
 
+inline Piece piece_of(const lm_piece& p) {
+  return {p.object_index, p.group, p.first_layer, p.num_layers, p.first_token, p.num_tokens, p.staging_offset};
+}
+
 // Throws Invalid naming the first size that no plan can be made from. Caches and objects are not looked at.
 inline void check_plan(const lm_request& request) {
   const auto refuse_unless = [](bool holds, const char* name, long long value) {

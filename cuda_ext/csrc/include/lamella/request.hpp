@@ -26,6 +26,45 @@ inline bool is_dense_block(const lm_group& g) {
           fits(g.num_heads, g.head_stride, htd));
 }
 
+// Throws Invalid for a piece outside the objects, or one that cuts a block of the block form.
+inline void check_rectangle(const lm_request& request, const lm_piece& p) {
+  const auto refuse_unless = [](bool holds, const char* name, long long value) {
+    if (!holds) throw Invalid(format("a piece's %s is out of range: got %lld", name, value));
+  };
+  refuse_unless(0 <= p.group && p.group < request.num_groups, "group", p.group);
+  const lm_group& source = request.groups[p.group];
+  const Group g = group_of(request, source);
+  const bool by_default = p.first_layer == 0 && p.num_layers == 0;
+  refuse_unless(0 <= p.first_layer && p.first_layer < g.num_layers, "first_layer", p.first_layer);
+  refuse_unless(by_default || (1 <= p.num_layers && p.num_layers <= g.num_layers - p.first_layer), "num_layers",
+                p.num_layers);
+  refuse_unless(0 <= p.first_token && p.first_token < g.chunk_tokens, "first_token", p.first_token);
+  refuse_unless(1 <= p.num_tokens && p.num_tokens <= g.chunk_tokens - p.first_token, "num_tokens", p.num_tokens);
+  if (g.form == Form::kBlock) {
+    refuse_unless(p.first_token % g.block_tokens == 0, "first_token", p.first_token);
+    refuse_unless(p.num_tokens % g.block_tokens == 0, "num_tokens", p.num_tokens);
+  }
+  refuse_unless(p.object_index >= 0, "object_index", p.object_index);
+  refuse_unless(p.staging_offset >= 0, "staging_offset", p.staging_offset);
+}
+
+// Throws Invalid for a piece that a planner could not have made of the request, the default selector apart.
+inline void check_piece(const lm_request& request, const lm_piece& p) {
+  check_rectangle(request, p);
+  const lm_group& source = request.groups[p.group];
+  const Group g = group_of(request, source);
+  const std::int64_t first = sequence_token(g, p.object_index, p.first_token);
+  const std::int64_t end = first + p.num_tokens;
+  bool mapped = request.skip_tokens <= first && end <= request.num_tokens;
+  for (std::int64_t i = block_index(g, first); mapped && i < blocks_for(g, end); ++i) {
+    mapped = is_mapped(block_of(source.block_ids, i), request.has_null_block != 0, request.null_block);
+  }
+  if (!mapped) {
+    throw Invalid(format("a piece's tokens %lld .. %lld are not all of the request's", static_cast<long long>(first),
+                         static_cast<long long>(end - 1)));
+  }
+}
+
 // Throws Invalid for a cache without addresses, a block id outside it, or a block that a retrieve would write twice.
 inline void check_engines(const lm_request& request) {
   for (std::int32_t index = 0; index < request.num_groups; ++index) {
