@@ -8,6 +8,7 @@ events alive while a transfer uses what was read from them.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from lamella.reference.layout import LAYOUTS, EngineLayout, TensorView, engine_layout
 
@@ -16,7 +17,8 @@ try:
 except ImportError as missing:
     raise ImportError("this layer needs torch: pip install 'lamella[torch]', or use your engine's own") from missing
 
-CacheEntry = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+CacheEntry: TypeAlias = "torch.Tensor | tuple[torch.Tensor, torch.Tensor]"
+"""One layer of a paged cache: a tensor, or K and V apart."""
 
 
 def tensor_view(tensor: torch.Tensor) -> TensorView:
