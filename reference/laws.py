@@ -36,7 +36,8 @@ class Transfer(NamedTuple):
     """What an executor is asked to carry out, on live memory.
 
     `object_addresses` are by absolute chunk. Host memory counts as registered in pieces of `registered_piece_bytes`
-    from `registered_base` on, or in one piece where that is None.
+    from `registered_base` on, or in one piece where that is None. `on_slice`, where given, wants each slice's index in
+    the plan, in order, once its last byte has landed.
     """
 
     plan: TransferPlan
@@ -45,6 +46,7 @@ class Transfer(NamedTuple):
     registered_piece_bytes: int | None
     registered_base: int
     direction: Direction
+    on_slice: Callable[[int], None] | None = None
 
 
 Move = Callable[[Transfer], None]
@@ -152,9 +154,9 @@ class Trial:
         self.arena = _arena(case)
         self._source_is_host = case.direction is Direction.RETRIEVE
         source, poison = _buffers(self.arena, case.seed, source_is_host=self._source_is_host)
-        self._source, self._poison = source, poison
-        self._expected = poison.copy()
-        engine, host = (self._expected, source) if self._source_is_host else (source, self._expected)
+        self.source, self.poison = source, poison
+        self.expected = poison.copy()
+        engine, host = (self.expected, source) if self._source_is_host else (source, self.expected)
         for request in case.requests:
             check_request(case.layout, self.arena.engines(engine), request, case.direction)
         move = oracle.retrieve if self._source_is_host else oracle.store
@@ -182,12 +184,20 @@ class Trial:
             by: a case that differs only in how it moves (width, budget, windows, turns, pieces); default the own one.
         """
         case = by or self.case
-        source, result = self._source.copy(), self._poison.copy()
-        engine, host = (result, source) if self._source_is_host else (source, result)
+        engine, host = self.buffers()
         carry_out(case, self.arena, engine, host, move)
-        names = ("engine", "host") if self._source_is_host else ("host", "engine")
-        for name, found, expected in zip(names, (result, source), (self._expected, self._source), strict=True):
-            difference = _first_difference(self.arena, name, found, expected)
+        return self.compare(engine, host)
+
+    def buffers(self) -> tuple[Bytes, Bytes]:
+        """(engine, host) as they are before the transfer; fresh copies, for one run."""
+        source, result = self.source.copy(), self.poison.copy()
+        return (result, source) if self._source_is_host else (source, result)
+
+    def compare(self, engine: Bytes, host: Bytes) -> Difference | None:
+        """None if these are the oracle's bytes, in the buffer written and in the one read."""
+        expected = (self.expected, self.source) if self._source_is_host else (self.source, self.expected)
+        for name, found, wanted in zip(("engine", "host"), (engine, host), expected, strict=True):
+            difference = _first_difference(self.arena, name, found, wanted)
             if difference:
                 return difference
         return None
@@ -196,6 +206,36 @@ class Trial:
 def check(case: TransferCase, move: Move) -> Difference | None:
     """XFER-1: `move` leaves exactly the oracle's bytes in both buffers; None if it does."""
     return Trial(case).run(move)
+
+
+def check_landing(case: TransferCase, move: Move) -> str | None:
+    """XFER-5: when a slice is reported, it has landed, those before it too, and nothing of those behind it has moved.
+
+    Returns None if that holds, else a sentence. The case must be a retrieve; its first request alone is carried out.
+    """
+    case = replace(case, requests=case.requests[:1], turns=())
+    trial = Trial(case)
+    plan = case.plan(case.requests[0])
+    landed: list[int] = []
+    wrong: list[str] = []
+
+    def on_slice(index: int) -> None:
+        landed.append(index)
+        end_layer = plan.slices[index].end_layer
+        for group, cache in enumerate(case.caches):
+            for own, layer in enumerate(cache.layers):
+                wanted = after if layer < end_layer else before
+                for kv in range(cache.kv):
+                    if not np.array_equal(now[group][own][kv], wanted[group][own][kv]):
+                        state = "has not landed" if layer < end_layer else "has moved already"
+                        wrong.append(f"slice {index} reported: layer {layer} of group {group}, kv {kv} {state}")
+
+    result, source = trial.poison.copy(), trial.source.copy()
+    before, now, after = (trial.arena.planes(buffer) for buffer in (trial.poison, result, trial.expected))
+    carry_out(case, trial.arena, result, source, move, on_slice)
+    if landed != list(range(len(plan.slices))):
+        return f"slices reported as {landed}, the plan has {len(plan.slices)}"
+    return wrong[0] if wrong else None
 
 
 def check_round_trip(case: TransferCase, move: Move) -> Difference | None:
@@ -222,14 +262,21 @@ def check_round_trip(case: TransferCase, move: Move) -> Difference | None:
     return _first_difference(arena, "engine", result, expected)
 
 
-def carry_out(case: TransferCase, arena: Arena, engine: Bytes, host: Bytes, move: Move) -> None:
+def carry_out(
+    case: TransferCase,
+    arena: Arena,
+    engine: Bytes,
+    host: Bytes,
+    move: Move,
+    on_slice: Callable[[int], None] | None = None,
+) -> None:
     """Lets `move` carry out the case's plans on these two buffers."""
     engines = arena.engines(engine)
     for request in case.requests:
         check_request(case.layout, engines, request, case.direction)
     for index, plan in case.in_turns():
-        addresses = arena.object_addresses(host, index)
-        move(Transfer(plan, engines, addresses, case.registered_piece_bytes, int(host.ctypes.data), case.direction))
+        addresses, base = arena.object_addresses(host, index), int(host.ctypes.data)
+        move(Transfer(plan, engines, addresses, case.registered_piece_bytes, base, case.direction, on_slice))
 
 
 def _arena(case: TransferCase) -> Arena:

@@ -120,12 +120,13 @@ def _caches(
         outer = "".join(draw(st.permutations([axis for axis in axes if axis not in inner])))
         memory = outer + inner
     else:
-        memory, outer = draw(st.just(axes) | st.permutations(axes).map("".join)), axes
+        orders = st.just(axes) | st.permutations(axes).map("".join)
+        if axes in ("KNTHD", "NKTHD", "KNHTD", "NKHTD"):  # packed keys and values, seen as two
+            orders |= st.sampled_from(("NTHKD", "NHTKD"))
+        memory, outer = draw(orders), axes
     free = [axis in outer for axis in memory]
     steps = tuple(draw(st.sampled_from((1, 1, 1, 2, -1, -2))) if loose else 1 for loose in free)
     margins = tuple(draw(st.sampled_from((0, 0, 0, 1, 3))) if loose else 0 for loose in free)
-    if form is ObjectForm.BLOCK:
-        margins = tuple(margin if loose else 0 for margin, loose in zip(margins, free, strict=True))
     tables, num_blocks = draw(_block_tables(block_tokens, lengths, skips, null_block, direction))
     cache = CacheCase(
         layers=layers,
