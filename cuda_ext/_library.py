@@ -141,6 +141,7 @@ _CPU_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
         ),
     ),
     "lm_cpu_execute": (c_int32, (POINTER(RequestStruct), POINTER(HostObjectsStruct), POINTER(CpuOptionsStruct))),
+    "lm_cpu_scatter": (c_int32, (POINTER(RequestStruct), POINTER(PieceStruct), c_int64, c_uint64)),
 }
 
 _REMEDIES = {

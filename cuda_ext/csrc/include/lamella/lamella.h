@@ -121,7 +121,7 @@ LM_API int32_t lm_abi_version(void);
 /* Why this thread's last failing call failed; "" before the first. Valid until this thread's next failing call. */
 LM_API const char *lm_last_error(void);
 
-/* ------------------------------------------------------------------ liblamella_cpu */
+/* ------------------------------------------------------------------ host memory: both libraries */
 
 /* Expands a request into the pieces and windows of reference.plan.
  *
@@ -134,6 +134,30 @@ LM_API lm_status lm_plan(const lm_request *request, lm_piece *pieces, int64_t pi
  * objects and caches alive and alone until then. LM_INVALID leaves every byte as it was. */
 LM_API lm_status lm_cpu_execute(const lm_request *request, const lm_host_objects *objects,
                                 const lm_cpu_options *options);
+
+/* The scatter (store: the gather) of a window's images on host memory, without a plan: what one kernel launch does.
+ * The images lie at staging + staging_offset of their piece. A piece's first_layer and num_layers are the launch's layer
+ * selector, layer_offset and staged_layers; both 0 mean every layer of the group. */
+LM_API lm_status lm_cpu_scatter(const lm_request *request, const lm_piece *pieces, int64_t num_pieces,
+                                uint64_t staging);
+
+/* ------------------------------------------------------------------ kernel launches: liblamella_cuda only
+ *
+ * Both enqueue on `stream` (a cudaStream_t) of the current device and return at once. The request has one group, whose
+ * bases and block_ids are readable by the device; its slices and null block are not looked at. The structures and the
+ * pieces may be reused on return; device-readable memory must stay as it is until the stream has passed the launch.
+ * base_bits and object_bits are all base and object addresses OR-ed together, which says how they are aligned; num_ctas
+ * bounds the grid, 0 leaves it to the library. */
+
+/* lm_cpu_scatter, as one kernel for each 480 pieces. */
+LM_API lm_status lm_cuda_scatter(const lm_request *request, const lm_piece *pieces, int64_t num_pieces,
+                                 uint64_t staging, uint64_t base_bits, int32_t num_ctas, void *stream);
+
+/* Between mapped host objects and blocks, without staging. `objects` is a device-readable table by absolute chunk of
+ * addresses that kernels can use. */
+LM_API lm_status lm_cuda_move_mapped(const lm_request *request, const lm_piece *pieces, int64_t num_pieces,
+                                     const uint64_t *objects, uint64_t object_bits, uint64_t base_bits,
+                                     int32_t num_ctas, void *stream);
 
 #ifdef __cplusplus
 }
