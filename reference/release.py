@@ -47,6 +47,10 @@ class ReleasePolicy(Protocol):
     def needs_forecast(self) -> bool:
         """Whether the answer depends on layers still on the wire. If not, it changes only when a layer lands."""
 
+    @property
+    def weighs_steps(self) -> bool:
+        """Whether the answer depends on `step_ns`, and so changes from poll to poll."""
+
     def layers_needed(self, num_layers: int) -> int:
         """How many layers must have landed before the policy can release, 1 .. num_layers.
 
@@ -63,6 +67,7 @@ class Whole:
     """Released when the last layer has landed: what chunk-major must do, and safe everywhere."""
 
     needs_forecast: ClassVar[bool] = False
+    weighs_steps: ClassVar[bool] = False
 
     def layers_needed(self, num_layers: int) -> int:
         """All of them."""
@@ -86,6 +91,7 @@ class First:
 
     layers: int = 1
     needs_forecast: ClassVar[bool] = False
+    weighs_steps: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         if self.layers < 1:
@@ -128,6 +134,11 @@ class JustInTime:
     def __post_init__(self) -> None:
         if self.patience_ns is not None and self.patience_ns < 0:
             raise ValueError(f"patience_ns must be at least 0, got {self.patience_ns}")
+
+    @property
+    def weighs_steps(self) -> bool:
+        """Whether the tolerated stall follows the step's length."""
+        return self.patience_ns is None
 
     def layers_needed(self, num_layers: int) -> int:
         """One; the rest is a matter of time."""

@@ -149,8 +149,23 @@ class World:
         """The request will arrive at that instant."""
         self.clock.at(instant_ns, Phase.HAPPEN, lambda: self.arrive(request))
 
-    def loop_closed(self, users: int, requests: Iterable[Request], think_ns: int = 0) -> None:
-        """`users` users ask at once, and each again, `think_ns` after its answer is complete, while requests last."""
+    def loop_closed(
+        self, users: int, requests: Iterable[Request], think_ns: int = 0, starts_ns: Sequence[int] | None = None
+    ) -> None:
+        """`users` users ask, and each again, `think_ns` after its answer is complete, while requests last.
+
+        Args:
+            users: requests in flight at most.
+            requests: in the order in which they are asked.
+            think_ns: from an answer to the same user's next question.
+            starts_ns: when each user asks first; None for now.
+
+        Raises:
+            ValueError: starts for more or fewer users.
+        """
+        starts = [self.clock.now_ns] * users if starts_ns is None else starts_ns
+        if len(starts) != users:
+            raise ValueError(f"starts_ns needs one instant for each of {users} users, got {len(starts)}")
         supply = iter(requests)
         then = self._on_finish
 
@@ -160,8 +175,8 @@ class World:
             self._ask(supply, self.clock.now_ns + think_ns)
 
         self._on_finish = ask_again
-        for _ in range(users):
-            self._ask(supply, self.clock.now_ns)
+        for start in starts:
+            self._ask(supply, start)
 
     def _ask(self, supply: Iterator[Request], instant_ns: int) -> None:
         request = next(supply, None)
@@ -200,10 +215,10 @@ class World:
             self._look_soon()
         else:
             self._submit(job)
-            if self._release.needs_forecast and self._stretch is not None:
-                self._arm_timer(self._stretch.longest_step_ns)
-            elif self._stretch is None:
+            if self._stretch is None or self._release.weighs_steps:
                 self._look_soon()
+            else:
+                self._arm_timer(0)
 
     def _check(self, request: Request) -> None:
         if min(request.new_tokens, request.output_tokens) < 1 or min(request.cached_tokens, request.admission_ns) < 0:
@@ -409,7 +424,9 @@ class World:
 
     def _begin_stretch(self) -> None:
         scheduler = self._scheduler
-        planned = scheduler.steps_to_next_end if self._fast_forward else 1
+        # A policy that weighs the last step's length is asked at every poll while it has something to decide.
+        asked = self._release.weighs_steps and any(job.transfer for job in scheduler.waiting.values())
+        planned = scheduler.steps_to_next_end if self._fast_forward and not asked else 1
         stretch = _DecodeStretch(
             self._compute,
             self.clock.now_ns,
@@ -420,7 +437,7 @@ class World:
         )
         self._stretch = stretch
         self._schedule_stretch_end(stretch)
-        self._arm_timer(stretch.longest_step_ns)
+        self._arm_timer(0)
 
     def _schedule_stretch_end(self, stretch: _DecodeStretch) -> None:
         planned = stretch.num_steps
@@ -533,11 +550,6 @@ class _DecodeStretch:
         self.start_ns = start_ns
         self.batch = batch
         self.num_steps = num_steps
-
-    @property
-    def longest_step_ns(self) -> int:
-        """The last step's length; contexts grow, so none is longer."""
-        return self.boundary_ns(self.num_steps) - self.boundary_ns(self.num_steps - 1)
 
     def boundary_ns(self, num_steps: int) -> int:
         """When that many of its steps have run."""
