@@ -1,0 +1,206 @@
+"""What a replay found: the figures of each arm, whether they are queueing, and the sentence that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from lamella.sim.routing import RoutedRequest, Routing
+from lamella.sim.world import RequestRecord, World
+
+SATURATED_STRETCH: Final = 2.0
+"""With a median stretch above this, requests wait longer for each other than they take."""
+LEAST_GAIN: Final = 0.02
+"""A smaller gain in time to first token is no reason to switch anything on."""
+
+
+class Quantiles(NamedTuple):
+    """Nearest-rank quantiles and the mean, in ns; all 0 if there was nothing."""
+
+    mean_ns: int
+    p50_ns: int
+    p90_ns: int
+    p99_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArmResult:
+    """What one arm did with the trace.
+
+    Attributes:
+        arm: its name.
+        num_requests: requests that were served to the end.
+        ttft: from arrival to first token.
+        ttft_of_hits: the same, of requests with something cached.
+        tpot: time of an output token after the first.
+        latency: from arrival to last token.
+        gpu_busy_share: time in steps over the instances' time up to the last token.
+        stall_share: time in which a step stood waiting for a layer, over the same.
+        link_busy_share: time in which slices moved, over the same.
+        loaded_bytes: what the links carried.
+        median_stretch: median over requests of the time to first token by what it would be on an idle instance with
+            chunk-major loading.
+        peak_kv_tokens: most tokens that one instance held at a time.
+    """
+
+    arm: str
+    num_requests: int
+    ttft: Quantiles
+    ttft_of_hits: Quantiles
+    tpot: Quantiles
+    latency: Quantiles
+    gpu_busy_share: float
+    stall_share: float
+    link_busy_share: float
+    loaded_bytes: int
+    median_stretch: float
+    peak_kv_tokens: int
+
+    @property
+    def saturated(self) -> bool:
+        """Whether times to first token are mostly queueing."""
+        return self.median_stretch > SATURATED_STRETCH
+
+
+class Tally:
+    """Sums over the instances of one arm."""
+
+    def __init__(self) -> None:
+        self._ttft: list[int] = []
+        self._ttft_of_hits: list[int] = []
+        self._tpot: list[int] = []
+        self._latency: list[int] = []
+        self._stretch: list[float] = []
+        self._busy_ns = self._stall_ns = self._link_ns = self._instance_ns = self._bytes = 0
+        self._peak_tokens = 0
+
+    def add(self, world: World, requests: Sequence[RoutedRequest]) -> None:
+        """Counts what a world made of the requests it was given.
+
+        Raises:
+            RuntimeError: a request was lost, or came out twice.
+        """
+        records = world.records
+        given = {request.position: request for request in requests}
+        if sorted(record.tag for record in records) != sorted(given):
+            raise RuntimeError(f"{len(given)} requests went in and {len(records)} came out, not one for one")
+        for record in records:
+            request = given[record.tag]
+            ttft = record.first_token_ns - request.arrival_ns
+            self._ttft.append(ttft)
+            if request.cached_tokens:
+                self._ttft_of_hits.append(ttft)
+            if record.output_tokens > 1:
+                self._tpot.append(round(record.tpot_ns))
+            self._latency.append(record.end_ns - request.arrival_ns)
+            self._stretch.append(ttft / request.alone_ns)
+        self._busy_ns += world.busy_ns
+        self._stall_ns += world.stall_ns
+        self._link_ns += world.link.busy_ns
+        self._bytes += world.link.carried_bytes
+        self._instance_ns += max((record.end_ns for record in records), default=0)
+        self._peak_tokens = max(self._peak_tokens, _peak_tokens(records))
+
+    def result(self, arm: str) -> ArmResult:
+        """The sums as shares and quantiles."""
+        time = max(1, self._instance_ns)
+        stretch = sorted(self._stretch)
+        return ArmResult(
+            arm,
+            len(self._ttft),
+            quantiles(self._ttft),
+            quantiles(self._ttft_of_hits),
+            quantiles(self._tpot),
+            quantiles(self._latency),
+            self._busy_ns / time,
+            self._stall_ns / time,
+            self._link_ns / time,
+            self._bytes,
+            stretch[(len(stretch) - 1) // 2] if stretch else 0.0,
+            self._peak_tokens,
+        )
+
+
+def quantiles(times_ns: Sequence[int]) -> Quantiles:
+    """Mean and nearest-rank quantiles.
+
+    >>> quantiles([3, 1, 2, 4])
+    Quantiles(mean_ns=2, p50_ns=2, p90_ns=4, p99_ns=4)
+    """
+    if not times_ns:
+        return Quantiles(0, 0, 0, 0)
+    ranked = sorted(times_ns)
+    at = [ranked[-(-len(ranked) * percent // 100) - 1] for percent in (50, 90, 99)]
+    return Quantiles(sum(ranked) // len(ranked), *at)
+
+
+def _peak_tokens(records: Sequence[RequestRecord]) -> int:
+    """The most tokens of KV held at an instant, counting each request whole from its submission to its end."""
+    changes: list[tuple[int, int]] = []
+    for record in records:
+        tokens = record.cached_tokens + record.new_tokens + record.output_tokens
+        changes += [(record.submitted_ns, tokens), (record.end_ns, -tokens)]
+    held = peak = 0
+    for _, change in sorted(changes):
+        held += change
+        peak = max(peak, held)
+    return peak
+
+
+def judge(baseline: ArmResult, candidates: Sequence[ArmResult]) -> str:
+    """One sentence: which candidate to use in place of the baseline, or that none is worth it.
+
+    Worth it is one that gains `LEAST_GAIN` in the mean or the median of the time to first token and does not lose half
+    of that in the mean or at p99; of several, the one with the least mean.
+    """
+    if not candidates or not baseline.num_requests:
+        return "Nothing was compared."
+    worth = [result for result in candidates if _is_worth_it(result.ttft, baseline.ttft)]
+    best = min(worth or candidates, key=lambda result: result.ttft.mean_ns)
+    changes = (
+        f"{_change(best.ttft.mean_ns, baseline.ttft.mean_ns)} in the mean, "
+        f"{_change(best.ttft.p50_ns, baseline.ttft.p50_ns)} at p50, "
+        f"{_change(best.ttft.p99_ns, baseline.ttft.p99_ns)} at p99"
+    )
+    tpot = f"time per output token {_change(best.tpot.mean_ns, baseline.tpot.mean_ns)}"
+    if not worth:
+        return (
+            f"Leave it off: no layerwise arm is worth it against {baseline.arm}; the best, {best.arm}, changes time to "
+            f"first token by {changes}, {tpot}."
+        )
+    return f"Use {best.arm}: time to first token {changes} against {baseline.arm}; {tpot}."
+
+
+def _is_worth_it(ttft: Quantiles, reference: Quantiles) -> bool:
+    gains = max(1 - ttft.mean_ns / reference.mean_ns, 1 - ttft.p50_ns / reference.p50_ns) >= LEAST_GAIN
+    losses = max(ttft.mean_ns / reference.mean_ns, ttft.p99_ns / reference.p99_ns) - 1 > LEAST_GAIN / 2
+    return gains and not losses
+
+
+def remarks(routing: Routing, arms: Sequence[ArmResult], kv_capacity_tokens: int) -> list[str]:
+    """What a reader of the figures must know: queueing, memory, and what was left out."""
+    said: list[str] = []
+    for arm in arms:
+        if arm.saturated:
+            said.append(
+                f"{arm.arm} is saturated: the median request takes {arm.median_stretch:.1f} times what it would alone, so its "
+                f"time to first token is queueing; give it more instances or a lower rate."
+            )
+        if arm.peak_kv_tokens > kv_capacity_tokens:
+            said.append(
+                f"{arm.arm} would hold {arm.peak_kv_tokens:,} tokens of KV on one GPU, which has room for "
+                f"{kv_capacity_tokens:,}: a real engine would hold requests back or preempt them, so it is shown too well."
+            )
+    if routing.excluded:
+        longest = max(request.input_tokens for request in routing.excluded)
+        said.append(
+            f"{len(routing.excluded)} requests lie outside the profile and were left out (prompts up to {longest:,} tokens); "
+            f"the JSON lists them."
+        )
+    said.append("Stores use the other direction of the link and are not simulated.")
+    return said
+
+
+def _change(value: int, reference: int) -> str:
+    return f"{value / reference - 1:+.1%}" if reference else "unchanged"
