@@ -325,20 +325,21 @@ class _Engine:
                 left = None if left is None else left - tokens
         costs = self._step_cost(chunks)
         start = t + self._rule.start_delay_ns
-        stalls: list[int] = []
-        culprits: list[int | None] = []
-        arrivals: list[int] = []
-        reached = start
-        for layer, cost in enumerate(costs):
-            culprit = max(ready, key=lambda index: (self._landing[index][layer], -index))
-            arrivals.append(self._landing[culprit][layer])
-            stall = max(0, arrivals[layer] - reached)
-            stalls.append(stall)
-            culprits.append(culprit if stall else None)
-            reached += stall + cost
-        from_layer = list(accumulate(reversed(costs), initial=0))[:0:-1]  # sum of the costs from each layer to the last
-        end = max(start + sum(costs), *map(int.__add__, arrivals, from_layer))
-        assert end == reached, "the closed form and the layer-by-layer recursion are the same thing"
+        # Layers that landed by the start hold nobody up, so only the other loads take part in the maximum.
+        landing = [(self._landing[index], index) for index in ready if self._landing[index][-1] > start]
+        stalls = [0] * len(costs)
+        culprits: list[int | None] = [None] * len(costs)
+        end = start + sum(costs)
+        if landing:
+            latest = [max((landed[layer], -index) for landed, index in landing) for layer in range(len(costs))]
+            from_layer = list(accumulate(reversed(costs)))[::-1]  # the costs from each layer to the last, added up
+            end = max(end, *(arrival + rest for (arrival, _), rest in zip(latest, from_layer, strict=True)))
+            reached = start
+            for layer, (arrival, negated) in enumerate(latest):
+                if arrival > reached:
+                    stalls[layer], culprits[layer] = arrival - reached, -negated
+                reached = max(reached, arrival) + costs[layer]
+            assert end == reached, "the closed form and the layer-by-layer recursion are the same thing"
         return TimedStep(t, start, end, tuple(chunks), tuple(stalls), tuple(culprits))
 
     def _times(self, index: int) -> RequestTimes:

@@ -97,6 +97,7 @@ class Job:
         "first_token_ns",
         "gate",
         "layer_stall_ns",
+        "prefill_stall_ns",
         "released_ns",
         "request",
         "sequence",
@@ -117,6 +118,7 @@ class Job:
         self.computed_tokens = 0
         self.done_at_step = 0
         self.caused_ns = 0
+        self.prefill_stall_ns = 0
         self.caused_before_start_ns = 0
         self.stall_before_start_ns = 0
         self.layer_stall_ns: list[int] | None = None

@@ -47,6 +47,7 @@ class RequestRecord(NamedTuple):
     Attributes:
         caused_stall_ns: how long the engine stood waiting for this request's layers.
         victim_stall_ns: how long this request stood in its steps because of others' layers, decoding included.
+        prefill_stall_ns: how long this request stood between its start and its first token, whoever was the cause.
         layer_stall_ns: `caused_stall_ns` by layer; empty if there was none.
     """
 
@@ -66,6 +67,7 @@ class RequestRecord(NamedTuple):
     end_ns: int
     caused_stall_ns: int
     victim_stall_ns: int
+    prefill_stall_ns: int
     layer_stall_ns: tuple[int, ...]
 
     @property
@@ -413,6 +415,7 @@ class World:
         for job, chunk in step.taken:
             if chunk.first_token + chunk.num_tokens == job.request.new_tokens:
                 job.first_token_ns = now
+                job.prefill_stall_ns = self.stall_ns - job.stall_before_start_ns
                 if job.request.output_tokens == 1:
                     done.append(job)
                 else:
@@ -486,6 +489,7 @@ class World:
                 self.clock.now_ns,
                 job.caused_ns,
                 self.stall_ns - job.stall_before_start_ns - caused_since,
+                job.prefill_stall_ns,
                 tuple(job.layer_stall_ns or ()),
             )
             self.records.append(record)

@@ -1,0 +1,328 @@
+"""Does it pay, and where: bursts by the recursion over a map of regimes, and one regime as a closed loop in the world.
+
+A *burst* is what the recursion can answer exactly: C requests arrive together, alone on the device, and each wants its
+first token. The map varies C and the ratio T/P of transfer to computing; T/P is set by the number of new tokens over a
+fixed hit.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from lamella.reference.timeline import Chunk, TimedRequest, compute_timeline
+from lamella.sim.strategies import CHUNK_MAJOR, INTERLEAVED, OFF, Device, Regime, Strategy
+from lamella.sim.world import RequestRecord, World
+
+WORTH_IT: Final = 0.01
+"""A gain below this share of TTFT is not worth turning anything on for."""
+
+
+def burst_ttft_ns(device: Device, regime: Regime, strategy: Strategy) -> list[int]:
+    """TTFT of each request of a burst, by the recursion.
+
+    Raises:
+        ValueError: the regime is outside the device's profile.
+    """
+    request = device.request(regime, strategy)
+    compute = device.compute(strategy)
+    cached = request.cached_tokens
+
+    def cost(chunks: Sequence[Chunk]) -> Sequence[int]:
+        return compute.step_layers_ns([(cached + chunk.first_token, chunk.num_tokens) for chunk in chunks], 0, 0)
+
+    alone = (0,) * device.profile.num_layers  # never asked for: `cost` knows the steps
+    burst = [TimedRequest(request.admission_ns, request.load, alone, request.new_tokens)] * regime.concurrency
+    timeline = compute_timeline(burst, strategy.order, strategy.release, device.rule(), cost)
+    return [times.first_token_ns for times in timeline.requests]
+
+
+def burst_ttft_in_world_ns(device: Device, regime: Regime, strategy: Strategy) -> list[int]:
+    """The same by discrete events; equal to the nanosecond."""
+    world = World(device.compute(strategy), strategy.order, strategy.release, device.settings())
+    for tag in range(regime.concurrency):
+        world.arrive(device.request(regime, strategy, tag)._replace(output_tokens=1))
+    return [record.ttft_ns for record in sorted(world.run(), key=lambda record: record.tag)]
+
+
+# ---------------------------------------------------------------- the map
+
+
+class Cell(NamedTuple):
+    """One regime of the map: mean TTFT of every strategy, in their order."""
+
+    regime: Regime
+    transfer_ns: int
+    prefill_ns: int
+    mean_ttft_ns: tuple[float, ...]
+
+    @property
+    def ratio(self) -> float:
+        """T/P."""
+        return self.transfer_ns / self.prefill_ns
+
+    @property
+    def ceiling(self) -> float:
+        """The most that overlapping one request with itself can save: min(T, P) / (T + P)."""
+        return min(self.transfer_ns, self.prefill_ns) / (self.transfer_ns + self.prefill_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class RegimeMap:
+    """Cells by concurrency (rows) and T/P (columns), and what follows from them."""
+
+    strategies: tuple[Strategy, ...]
+    cells: tuple[Cell, ...]
+
+    def change(self, cell: Cell, strategy: Strategy) -> float:
+        """TTFT against the best that is to be had with layerwise transfer off; -0.2 is a fifth less."""
+        off = min(cell.mean_ttft_ns[self.strategies.index(one)] for one in OFF)
+        return cell.mean_ttft_ns[self.strategies.index(strategy)] / off - 1
+
+    def best(self, cell: Cell) -> Strategy:
+        """The strategy for this cell: a layerwise one if it gains `WORTH_IT`, else the best of what is off."""
+        layerwise = [one for one in self.strategies if one.layerwise]
+        winner = min(layerwise, key=lambda one: self.change(cell, one), default=CHUNK_MAJOR)
+        if winner.layerwise and self.change(cell, winner) <= -WORTH_IT:
+            return winner
+        return min(OFF, key=lambda one: self.change(cell, one))
+
+    def recommended(self) -> Strategy:
+        """The one strategy to set everywhere: the best worst case first, to within `WORTH_IT`, then the best mean."""
+        layerwise = [one for one in self.strategies if one.layerwise] or [CHUNK_MAJOR]
+        changes = {one: [self.change(cell, one) for cell in self.cells] for one in layerwise}
+        safest = min(max(values) for values in changes.values())
+        safe = [one for one in layerwise if max(changes[one]) <= max(safest, 0) + WORTH_IT]
+        return min(safe, key=lambda one: sum(changes[one]))
+
+    def verdict(self) -> str:
+        """What to do, in one or two sentences."""
+        count = len(self.cells)
+        worth = [cell for cell in self.cells if self.best(cell).layerwise]
+        if not worth:
+            return (
+                f"Leave it off: in none of {count} regimes does layerwise transfer save {WORTH_IT:.0%} of mean TTFT; "
+                f"{self.best(self.cells[0])} is the best of what is off."
+            )
+        one = self.recommended()
+        changes = [self.change(cell, one) for cell in self.cells]
+        harmed = sum(change >= WORTH_IT for change in changes)
+        sentence = (
+            f"Turn it on with {one}: mean TTFT {min(changes):+.0%} at best, {sum(changes) / count:+.0%} on average and "
+            f"{max(changes):+.0%} at worst against what is best without it; it gains in "
+            f"{sum(change <= -WORTH_IT for change in changes)} of {count} regimes"
+        )
+        sentence += f" and loses in {harmed}." if harmed else " and loses in none."
+        if len(worth) < count:
+            sentence += f" Leave it off in {count - len(worth)} regimes, where no setting gains {WORTH_IT:.0%}."
+        if INTERLEAVED in self.strategies and one != INTERLEAVED:
+            control = [self.change(cell, INTERLEAVED) for cell in self.cells]
+            lost = sum(change >= WORTH_IT for change in control)
+            sentence += (
+                f" Interleaving ({INTERLEAVED}) would lose in {lost}, by up to {max(control):+.0%}." if lost else ""
+            )
+        return sentence
+
+
+def new_tokens_for(device: Device, hit_tokens: int, ratio: float) -> int:
+    """New tokens over the hit whose prefill takes 1/ratio of the hit's transfer, or the nearest number.
+
+    Raises:
+        ValueError: no number within the profile does; the message says what is in reach.
+    """
+    device.check(Regime(hit_tokens, 1, 1), OFF)
+    most = device.profile.prefill.new_tokens[-1] * (8 if device.extrapolate else 1)
+    transfer = device.transfer_ns(hit_tokens)
+    low, high = (transfer / device.prefill_ns(hit_tokens, tokens) for tokens in (most, 1))
+    if not low * 0.999 <= ratio <= high * 1.001:
+        raise ValueError(
+            f"no number of new tokens over {hit_tokens:,} cached ones gives T/P = {ratio:g}; "
+            f"{device.profile.name} reaches {low:.2f} .. {high:.2f}"
+        )
+    wanted = transfer / ratio
+    tokens = 1 + bisect_left(range(1, most), wanted, key=lambda new: device.prefill_ns(hit_tokens, new))
+    below = max(1, tokens - 1)
+    return min((below, tokens), key=lambda new: abs(device.prefill_ns(hit_tokens, new) - wanted))
+
+
+def reachable_ratios(device: Device, hit_tokens: int, count: int) -> list[float]:
+    """`count` values of T/P between the ends of what the profile reaches, by equal factors.
+
+    Raises:
+        ValueError: a hit of no tokens, or of more than the profile has.
+    """
+    device.check(Regime(hit_tokens, 1, 1), OFF)
+    transfer = device.transfer_ns(hit_tokens)
+    ends = (device.profile.prefill.new_tokens[-1], device.profile.prefill.new_tokens[0])
+    low, high = (transfer / device.prefill_ns(hit_tokens, tokens) for tokens in ends)
+    return [low * (high / low) ** (index / max(1, count - 1)) for index in range(count)]
+
+
+def map_regimes(
+    device: Device,
+    hit_tokens: int,
+    concurrencies: Sequence[int],
+    ratios: Sequence[float],
+    strategies: Sequence[Strategy],
+) -> RegimeMap:
+    """The map, by the recursion. What is off is always among the strategies.
+
+    Raises:
+        ValueError: no concurrency or ratio, or a regime outside the device's profile.
+    """
+    if not concurrencies or not ratios:
+        raise ValueError("a map needs at least one concurrency and one ratio")
+    tried = (*OFF, *(one for one in dict.fromkeys(strategies) if one not in OFF))
+    columns = [new_tokens_for(device, hit_tokens, ratio) for ratio in ratios]
+    regimes = [Regime(hit_tokens, new, concurrency) for concurrency in concurrencies for new in columns]
+    for regime in regimes:
+        device.check(regime, tried)
+    transfer = device.transfer_ns(hit_tokens)
+    cells = [
+        Cell(
+            regime,
+            transfer,
+            device.prefill_ns(hit_tokens, regime.new_tokens),
+            tuple(sum(burst_ttft_ns(device, regime, one)) / regime.concurrency for one in tried),
+        )
+        for regime in regimes
+    ]
+    return RegimeMap(tried, tuple(cells))
+
+
+def check_in_world(device: Device, regime_map: RegimeMap, seed: int, share: float = 0.1) -> int:
+    """The world agrees with a random share of the cells, at least one; returns how many were compared.
+
+    Raises:
+        AssertionError: not to the nanosecond; one of the two is wrong, and no answer of either should be believed.
+    """
+    count = max(1, round(len(regime_map.cells) * share))
+    for cell in random.Random(seed).sample(regime_map.cells, count):
+        for strategy in regime_map.strategies:
+            by_recursion = burst_ttft_ns(device, cell.regime, strategy)
+            in_world = burst_ttft_in_world_ns(device, cell.regime, strategy)
+            if by_recursion != in_world:
+                raise AssertionError(
+                    f"{cell.regime}, {strategy}: the recursion says {by_recursion}, the world {in_world}"
+                )
+    return count
+
+
+# ---------------------------------------------------------------- one regime, closed loop
+
+
+class Outcome(NamedTuple):
+    """What one strategy does in a closed loop: means and quantiles over requests, busy shares of the whole run.
+
+    Admission, transfer_wait, queue, stall and computing add up to the mean TTFT. `first_layer_ns` counts from
+    submission; `caused_stall_ns` is how long the engine stood for a request's layers, `victim_stall_ns` how long a
+    request stood for others'.
+    """
+
+    strategy: Strategy
+    mean_ttft_ns: float
+    p50_ttft_ns: int
+    p90_ttft_ns: int
+    p99_ttft_ns: int
+    mean_tpot_ns: float
+    mean_end_ns: float
+    admission_ns: float
+    transfer_wait_ns: float
+    queue_ns: float
+    stall_ns: float
+    computing_ns: float
+    first_layer_ns: float
+    caused_stall_ns: float
+    victim_stall_ns: float
+    requests_per_s: float
+    gpu_busy: float
+    link_busy: float
+
+
+def run_closed_loop(device: Device, regime: Regime, strategy: Strategy, requests_per_user: int, seed: int) -> Outcome:
+    """The regime's users ask, and each again when its answer is complete.
+
+    Args:
+        device: where.
+        regime: who asks for what.
+        strategy: how hits are moved.
+        requests_per_user: at least 1.
+        seed: for the instants of the first questions, which lie within one request's unloaded time.
+
+    Raises:
+        ValueError: requests_per_user below 1.
+    """
+    if requests_per_user < 1:
+        raise ValueError(f"requests_per_user must be at least 1, got {requests_per_user}")
+    world = World(device.compute(strategy), strategy.order, strategy.release, device.settings())
+    spread = device.transfer_ns(regime.hit_tokens) + device.prefill_ns(regime.hit_tokens, regime.new_tokens)
+    rng = random.Random(seed)
+    starts = sorted(rng.randrange(spread) for _ in range(regime.concurrency))
+    request = device.request(regime, strategy)
+    world.loop_closed(regime.concurrency, [request] * (requests_per_user * regime.concurrency), starts_ns=starts)
+    records = world.run()
+    return _summarise(strategy, request.admission_ns, records, world)
+
+
+def percentile(values: Sequence[int], share: float) -> int:
+    """The smallest value that at least that share of all does not exceed.
+
+    >>> percentile([5, 1, 3, 2, 4], 0.5), percentile([5, 1, 3, 2, 4], 0.99)
+    (3, 5)
+    """
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+
+
+def _summarise(strategy: Strategy, admission_ns: int, records: list[RequestRecord], world: World) -> Outcome:
+    count, whole = len(records), world.clock.now_ns
+    ttft = [record.ttft_ns for record in records]
+    stalls = [record.prefill_stall_ns for record in records]
+    transfer = [record.released_ns - record.submitted_ns for record in records]
+    queue = [record.started_ns - record.released_ns for record in records]
+    return Outcome(
+        strategy,
+        sum(ttft) / count,
+        percentile(ttft, 0.5),
+        percentile(ttft, 0.9),
+        percentile(ttft, 0.99),
+        sum(record.tpot_ns for record in records) / count,
+        sum(record.end_ns - record.arrival_ns for record in records) / count,
+        admission_ns,
+        sum(transfer) / count,
+        sum(queue) / count,
+        sum(stalls) / count,
+        (sum(ttft) - sum(transfer) - sum(queue) - sum(stalls)) / count - admission_ns,
+        sum(record.first_layer_ns - record.submitted_ns for record in records) / count,
+        sum(record.caused_stall_ns for record in records) / count,
+        sum(record.victim_stall_ns for record in records) / count,
+        count / (whole / 1e9),
+        world.busy_ns / whole,
+        world.link.busy_ns / whole,
+    )
+
+
+def verdict_of(asked: Outcome, others: Sequence[Outcome]) -> str:
+    """Whether to use the strategy asked for, against what is off and against the best of the others."""
+    off = min((one for one in others if one.strategy in OFF), key=lambda one: one.mean_ttft_ns)
+    change = asked.mean_ttft_ns / off.mean_ttft_ns - 1
+    price = asked.mean_end_ns / off.mean_end_ns - 1
+    beside = f"mean TTFT {change:+.1%} and whole answers {price:+.1%} against {off.strategy}, the best of what is off"
+    best = min((asked, *others), key=lambda one: one.mean_ttft_ns)
+    better = best.mean_ttft_ns < (1 - WORTH_IT) * asked.mean_ttft_ns
+    if not asked.strategy.layerwise:
+        head = f"{asked.strategy} is layerwise transfer left off: {beside}."
+    elif change <= -WORTH_IT and price >= WORTH_IT:
+        head = f"Turn it on with {asked.strategy} only if first tokens matter more than whole answers: {beside}."
+    elif change <= -WORTH_IT:
+        head = f"Turn it on with {asked.strategy}: {beside}."
+    else:
+        head = f"Leave it off: {asked.strategy} gives {beside}."
+    if better:
+        head += (
+            f" {best.strategy} does better: {best.mean_ttft_ns / asked.mean_ttft_ns - 1:+.1%} against {asked.strategy}."
+        )
+    return head

@@ -1,0 +1,203 @@
+"""What can be done about a cache hit, and a measured device to try it on.
+
+A strategy says how a hit reaches the engine: as whole objects (chunk-major), slice by slice in some order with some
+release rule, or not at all (recompute). The first and the last are what one has without layerwise transfer, so "leave
+it off" means the better of these two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from lamella.reference.ordering import Fifo, OrderPolicy, RoundRobin, parse_order
+from lamella.reference.profile import DeviceProfile, Graphs
+from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole, parse_release
+from lamella.reference.slices import parse_width, plan_slices
+from lamella.reference.timeline import NOTHING_TO_LOAD, Load, StepRule
+from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
+from lamella.sim.stations import ComputeModel, plan_load
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """How a hit reaches the engine.
+
+    Attributes:
+        width: layers per slice, a schedule of widths, or None for all layers in one slice.
+        order: whose slice the link carries next.
+        release: when a request may run.
+        loads: False computes the hit's tokens again and loads nothing.
+    """
+
+    width: int | tuple[int, ...] | None
+    order: OrderPolicy
+    release: ReleasePolicy
+    loads: bool = True
+
+    @property
+    def layerwise(self) -> bool:
+        """Whether layers wait for their own slices, so that the layerwise transfer must be on."""
+        return self.loads and (self.width is not None or not isinstance(self.release, Whole))
+
+    def __str__(self) -> str:
+        if not self.loads:
+            return "recompute"
+        if self == CHUNK_MAJOR:
+            return "chunk-major"
+        width = "all" if self.width is None else ",".join(map(str, _as_tuple(self.width)))
+        return f"{self.order.name}/{width}/{self.release}"
+
+
+CHUNK_MAJOR: Final = Strategy(None, Fifo(), Whole())
+RECOMPUTE: Final = Strategy(None, Fifo(), Whole(), loads=False)
+INTERLEAVED: Final = Strategy(1, RoundRobin(), First())
+
+OFF: Final = (CHUNK_MAJOR, RECOMPUTE)
+"""What one has with layerwise transfer off."""
+
+CANDIDATES: Final = (
+    *OFF,
+    Strategy(1, Fifo(), First()),
+    Strategy(8, Fifo(), First()),
+    Strategy(1, Fifo(), JustInTime()),
+    Strategy(1, Fifo(), JustInTime(None)),
+    INTERLEAVED,
+)
+"""What is compared unless said otherwise; interleaving is the control arm."""
+
+
+def parse_strategy(text: str) -> Strategy:
+    """The strategy written as `chunk-major`, `recompute`, or `order/width/release` such as `fifo/1/first`.
+
+    Raises:
+        ValueError: any other text, or an order, width or release that does not exist.
+
+    >>> str(parse_strategy("shortest_remaining/1,1,2,4/jit:2ms")), str(parse_strategy("fifo/all/whole"))
+    ('shortest_remaining/1,1,2,4/jit:2ms', 'chunk-major')
+    """
+    for known in OFF:
+        if text == str(known):
+            return known
+    parts = text.split("/")
+    if len(parts) != 3:
+        raise ValueError(
+            f"a strategy is chunk-major, recompute or order/width/release, such as fifo/1/first; got {text!r}"
+        )
+    order, width, release = parts
+    return Strategy(None if width == "all" else parse_width(width), parse_order(order), parse_release(release))
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """A kind of load: so many users, whose prompts hit so many cached tokens and bring so many new ones.
+
+    Raises:
+        ValueError: a count below 1; a regime without a hit has nothing to decide.
+    """
+
+    hit_tokens: int
+    new_tokens: int
+    concurrency: int
+    output_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("hit_tokens", "new_tokens", "concurrency", "output_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class Device:
+    """A profile as the model needs it: loads, requests and step times of a strategy in a regime.
+
+    Args:
+        profile: the measured device.
+        extrapolate: go on in straight lines where the profile was not measured; False refuses there.
+    """
+
+    def __init__(self, profile: DeviceProfile, *, extrapolate: bool = False) -> None:
+        self.profile = profile
+        self.extrapolate = extrapolate
+        self._compute = {graphs: profile.compute(graphs, extrapolate=extrapolate) for graphs in Graphs}
+
+    def check(self, regime: Regime, strategies: tuple[Strategy, ...]) -> None:
+        """The profile was measured where this regime would be run.
+
+        Raises:
+            ValueError: it was not, and extrapolation was not asked for; or a width that the model's layers do not
+                allow.
+        """
+        for strategy in strategies:
+            if strategy.loads and strategy.width is not None:
+                plan_slices(self.profile.num_layers, strategy.width)
+            strategy.release.layers_needed(self.profile.num_layers)
+        if self.extrapolate:
+            return
+        profile, prompt = self.profile, regime.hit_tokens + regime.new_tokens
+        held = regime.concurrency * (prompt + regime.output_tokens)
+        outside = [
+            f"{cached:,} cached + {prompt - cached:,} new tokens, {regime.output_tokens:,} generated"
+            for cached in {0 if strategy in OFF[1:] else regime.hit_tokens for strategy in strategies}
+            if not profile.covers(cached, prompt - cached, regime.output_tokens)
+        ]
+        if regime.concurrency > profile.max_batch:
+            outside.append(f"{regime.concurrency} requests at once")
+        if held > profile.engine.kv_capacity_tokens:
+            outside.append(f"{held:,} tokens of KV held at once")
+        if outside:
+            raise ValueError(
+                f"the profile {profile.name} does not cover {'; '.join(outside)}. It covers {profile.regimes()}. "
+                "Measure a profile there, or pass --extrapolate to go on in straight lines"
+            )
+
+    def compute(self, strategy: Strategy) -> ComputeModel:
+        """Step times. Waits per layer rule out full graphs, so early release decodes with piecewise ones."""
+        waits = strategy.loads and not isinstance(strategy.release, Whole)
+        return self._compute[Graphs.PIECEWISE if waits else Graphs.FULL]
+
+    def settings(self) -> EngineSettings:
+        """As measured, where step times include their start; loads are submitted at the engine's poll, as vLLM does."""
+        engine = self.profile.engine
+        return EngineSettings(0, engine.idle_poll_ns, engine.token_budget, self.profile.max_batch, SubmitAt.POLL)
+
+    def rule(self) -> StepRule:
+        """The same for the recursion."""
+        return StepRule(0, self.profile.engine.idle_poll_ns, self.profile.engine.token_budget)
+
+    def load(self, hit_tokens: int, strategy: Strategy) -> Load:
+        """What the link carries for a hit."""
+        if not strategy.loads:
+            return NOTHING_TO_LOAD
+        profile = self.profile
+        slices = plan_slices(profile.num_layers, strategy.width or profile.num_layers)
+        layer_bytes = hit_tokens * profile.token_bytes // profile.num_layers
+        return plan_load(slices, layer_bytes, profile.wire.h2d_bytes_per_s, profile.wire.slice_fixed_ns)
+
+    def request(self, regime: Regime, strategy: Strategy, tag: int = 0) -> Request:
+        """One request of the regime as the strategy lets it come to the world."""
+        prompt = regime.hit_tokens + regime.new_tokens
+        cached = regime.hit_tokens if strategy.loads else 0
+        return Request(
+            cached,
+            prompt - cached,
+            regime.output_tokens,
+            self.load(regime.hit_tokens, strategy),
+            tag=tag,
+            admission_ns=self.profile.engine.admit_ns(prompt),
+        )
+
+    def transfer_ns(self, hit_tokens: int) -> int:
+        """T: a hit's time on the wire, nothing beside it."""
+        return sum(self.load(hit_tokens, CHUNK_MAJOR).slice_ns)
+
+    def prefill_ns(self, hit_tokens: int, new_tokens: int) -> int:
+        """P: the time to compute the new tokens over the hit, alone; in chunks of the token budget."""
+        compute, budget = self._compute[Graphs.FULL], self.profile.engine.token_budget
+        return sum(
+            sum(compute.step_layers_ns([(hit_tokens + done, min(budget, new_tokens - done))], 0, 0))
+            for done in range(0, new_tokens, budget)
+        )
+
+
+def _as_tuple(width: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (width,) if isinstance(width, int) else width
