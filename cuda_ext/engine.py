@@ -1,0 +1,454 @@
+"""The transfer engine: retrieves and stores, slice by slice, on native threads that hold no GIL.
+
+    retrieve() ─► key a slice (order policy) ─► lane: smallest key first ─► windows ─► copies ─► scatter ─► landed
+                                                └─ a bounded number of bytes in flight, a thread of its own
+
+Each direction has a lane of its own; both share one device. A call returns as soon as the request is checked and queued.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable, Sequence
+from ctypes import POINTER, c_int32, c_int64, c_uint64
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lamella.cuda_ext import _engine_library as abi
+from lamella.cuda_ext._execution import HostObjects
+from lamella.cuda_ext._library import GroupStruct, HostObjectsStruct, RequestStruct, SliceStruct
+from lamella.cuda_ext.arrival import AfterEvent, AfterStream, Carrier, Fence, HostFence
+from lamella.cuda_ext.rates import H200_RATES, EngineRates
+from lamella.cuda_ext.transfer import CopyMethod, Transfer
+from lamella.reference.geometry import ObjectForm
+from lamella.reference.layout import EngineLayout, ObjectLayout
+from lamella.reference.ordering import Fifo, OrderPolicy, Submission
+from lamella.reference.plan import Direction, TransferRequest, check_request
+from lamella.reference.slices import Slice, plan_slices
+
+DEFAULT_STAGING_BYTES = 64 << 20
+DEFAULT_WINDOW_BYTES = 8 << 20
+DEFAULT_IN_FLIGHT_BYTES = 55_000_000
+"""About a millisecond of a PCIe 5 x16 link (DESIGN D5); the staging ring bounds staged transfers below that."""
+
+_DIRECTIONS = {Direction.RETRIEVE: 0, Direction.STORE: 1}
+_REAPER_WAKES_NS = 3_600_000_000_000
+
+
+class LaneStatus(NamedTuple):
+    """A lane's thread and queue at one moment."""
+
+    thread_cpu_ns: int
+    windows: int
+    in_flight_bytes: int
+    peak_in_flight_bytes: int
+    live_transfers: int
+
+
+class _Width(NamedTuple):
+    """A width worked out for one cache."""
+
+    slices: tuple[Slice, ...]
+    array: Any  # SliceStruct[num_slices]
+    layers: tuple[tuple[int, ...], ...]  # [slice][group] layers of the group in the slice
+
+
+class RegisteredCache:
+    """A paged cache and the objects that go with it, known to an engine. Made by `TransferEngine.register_cache`."""
+
+    def __init__(self, number: int, layout: ObjectLayout, engines: tuple[EngineLayout, ...]) -> None:
+        self.number = number
+        self.layout = layout
+        self.engines = engines
+        self._widths: dict[int | tuple[int, ...], _Width] = {}
+
+    def _width(self, width: int | Sequence[int]) -> _Width:
+        key = width if isinstance(width, int) else tuple(width)
+        found = self._widths.get(key)
+        if found is None:
+            found = self._widths[key] = self._cut(plan_slices(self.layout.num_layers, key))
+        return found
+
+    def _cut(self, slices: tuple[Slice, ...]) -> _Width:
+        return _Width(
+            slices,
+            (SliceStruct * len(slices))(*(SliceStruct(*part) for part in slices)),
+            tuple(tuple(group.span(*part)[1] for group in self.layout.groups) for part in slices),
+        )
+
+
+class TransferEngine:
+    """Moves KV between host objects and one device's paged caches.
+
+    Args:
+        device: `"cpu"` or `"cuda:N"`.
+        num_layers: most layers of a stage that will be registered.
+        staging_bytes: the staging rings of both directions together; all device memory the engine takes but a little.
+        window_bytes: bytes that move as one; at least a block of a layer. A cancel takes effect within one.
+        in_flight_bytes: bound on bytes enqueued at the device, a direction (DESIGN D5).
+        carrier: how streams learn that a slice has landed.
+        order: whose slice moves next, in each direction.
+        rates: what the copy method is chosen by.
+        deadline_s: a transfer that has not landed by then fails (SAFE-5), unless a call says otherwise.
+        avoid_kernels: this process must not launch kernels where a copy can do, because another one computes on the
+            device (DESIGN D1).
+        gather_factor: AUTO has a kernel read host memory where copies would take so many times as long; 0: never.
+        batch_entries, kernel_ctas, batch_flags: tuning of batched copies and scatters.
+        paced: CPU device, for tests: a window moves only when `grant` lets it.
+
+    Raises:
+        ValueError: sizes or a device that cannot be.
+        LibraryMissingError: the device's native library was not built here.
+        RuntimeError: CUDA refuses.
+    """
+
+    def __init__(
+        self,
+        device: str = "cpu",
+        *,
+        num_layers: int = 128,
+        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        window_bytes: int = DEFAULT_WINDOW_BYTES,
+        in_flight_bytes: int = DEFAULT_IN_FLIGHT_BYTES,
+        carrier: Carrier = Carrier.EVENT,
+        order: OrderPolicy | None = None,
+        rates: EngineRates = H200_RATES,
+        deadline_s: float = 30.0,
+        avoid_kernels: bool = False,
+        gather_factor: float = 2.0,
+        batch_entries: int = 64,
+        kernel_ctas: int = 1024,
+        batch_flags: int = 1,
+        paced: bool = False,
+    ) -> None:
+        kind, ordinal = _parse_device(device)
+        if deadline_s <= 0:
+            raise ValueError(f"deadline_s must be positive, got {deadline_s}")
+        self.device = device
+        self.carrier = carrier
+        self._order = order or Fifo()
+        self._deadline_ns = int(deadline_s * 1e9)
+        self._library = abi.engine_library(f"lamella_{kind}")
+        rates_struct, _kept = rates.to_struct()
+        options = abi.EngineOptionsStruct(
+            device=int(kind == "cuda"),
+            ordinal=ordinal,
+            carrier=carrier.value,
+            num_layers=num_layers,
+            staging_bytes=staging_bytes,
+            window_bytes=window_bytes,
+            in_flight_bytes=in_flight_bytes,
+            batch_entries=batch_entries,
+            kernel_ctas=kernel_ctas,
+            avoid_kernels=avoid_kernels,
+            batch_flags=batch_flags,
+            paced=paced,
+            gather_factor_percent=round(gather_factor * 100),
+            rates=rates_struct,
+        )
+        handle = ctypes.c_void_p()
+        abi.check_engine(self._library, self._library.lm_engine_create(options, ctypes.byref(handle)))
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._sequence = {Direction.RETRIEVE: 0, Direction.STORE: 0}
+        self._tokens = 0
+        self._held: dict[int, Callable[[], object] | None] = {}
+        self._closed = False
+        self._reaper = threading.Thread(target=self._reap, name="lamella-reaper", daemon=True)
+        self._reaper.start()
+
+    # ---- set-up
+
+    def register_cache(self, layout: ObjectLayout, engines: Sequence[EngineLayout]) -> RegisteredCache:
+        """Makes a paged cache known, once, before the first transfer.
+
+        Args:
+            layout: of the objects.
+            engines: one paged cache a kernel group; its memory outlives the engine.
+
+        Raises:
+            ValueError: caches that do not fit the objects.
+        """
+        nothing = TransferRequest(0, tuple(() for _ in layout.groups))
+        check_request(layout, engines, nothing, Direction.RETRIEVE)
+        groups = (GroupStruct * len(layout.groups))()
+        kept: list[object] = []
+        for target, group, engine, index in zip(
+            groups, layout.groups, engines, range(len(layout.groups)), strict=True
+        ):
+            geometry = group.geometry
+            target.num_layers, target.kv = geometry.num_layers, geometry.kv
+            target.num_heads, target.head_dim = geometry.num_heads, geometry.head_dim
+            target.element_bytes, target.block_tokens = geometry.element_bytes, group.block_tokens
+            target.num_blocks, target.object_offset = engine.num_blocks, layout.group_offset(index)
+            target.block_stride, target.token_stride = engine.block_stride, engine.token_stride
+            target.head_stride, target.dim_stride = engine.head_stride, engine.dim_stride
+            layers = np.array(group.layers, dtype=np.int32)  # [L]
+            bases = np.array(engine.bases, dtype=np.uint64)  # [L, K]
+            target.layers = layers.ctypes.data_as(POINTER(c_int32))
+            target.bases = bases.ctypes.data_as(POINTER(c_uint64))
+            kept += [layers, bases]
+        shape = RequestStruct(
+            form=int(layout.form is ObjectForm.BLOCK),
+            chunk_tokens=layout.chunk_tokens,
+            num_groups=len(groups),
+            groups=groups,
+        )
+        number = c_int32()
+        self._call("lm_engine_register", shape, ctypes.byref(number))
+        return RegisteredCache(number.value, layout, tuple(engines))
+
+    # ---- transfers
+
+    def retrieve(
+        self,
+        cache: RegisteredCache,
+        objects: HostObjects,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        **options: Any,
+    ) -> Transfer:
+        """Queues host objects for the cache's blocks; as `submit` with `Direction.RETRIEVE`."""
+        return self.submit(cache, Direction.RETRIEVE, objects, block_ids, num_tokens, **options)
+
+    def store(
+        self,
+        cache: RegisteredCache,
+        objects: HostObjects,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        **options: Any,
+    ) -> Transfer:
+        """Queues the cache's blocks for host objects; as `submit` with `Direction.STORE`."""
+        return self.submit(cache, Direction.STORE, objects, block_ids, num_tokens, **options)
+
+    def submit(
+        self,
+        cache: RegisteredCache,
+        direction: Direction,
+        objects: HostObjects,
+        block_ids: Sequence[Sequence[int]],
+        num_tokens: int,
+        *,
+        width: int | Sequence[int] = 1,
+        slices: Sequence[Slice] | None = None,
+        skip_tokens: int = 0,
+        null_block: int | None = None,
+        method: CopyMethod = CopyMethod.AUTO,
+        keys: Sequence[int] | None = None,
+        due_ns: int | None = None,
+        fence: Fence | None = None,
+        deadline_s: float | None = None,
+        on_drained: Callable[[], object] | None = None,
+        board: int = 0,
+        generation: int = 0,
+    ) -> Transfer:
+        """Queues a transfer and returns; nothing has moved yet.
+
+        Blocks and objects are the transfer's until it is final: retrieve writes the blocks and reads the objects, store
+        the other way round. Cancelled or failed, they hold any mixture of old and new bytes.
+
+        Args:
+            cache: from `register_cache`.
+            direction: retrieve or store.
+            objects: addresses by absolute chunk; registered with the device.
+            block_ids: a block table for each kernel group, as in `TransferRequest`; NumPy int32 arrays are taken as
+                they are.
+            num_tokens, skip_tokens, null_block: as in `TransferRequest`.
+            width: layers per slice, or a schedule.
+            slices: the slices themselves, without a gap; instead of `width`.
+            method: forced, or AUTO.
+            keys: a sort key a slice; instead of the engine's order policy.
+            due_ns: when the request's first token is due, for the deadline order.
+            fence: what must come before the first access to the blocks (XFER-3).
+            deadline_s: instead of the engine's; the transfer fails if it has not landed by then.
+            on_drained: called once, from the engine's reaper thread, when nothing of the transfer is in flight any
+                more, however it ended: the place to unpin its objects (XFER-2). Must not raise.
+            board: address of a 64-bit word that receives generation << 32 | slices recorded, published last.
+            generation: of that word (event carrier); 0: the engine counts.
+
+        Raises:
+            ValueError: what `check_request` refuses, a chunk without an object, keys that do not match the slices, or a
+                method that these blocks do not allow. Nothing was queued.
+            TransferStopped: the engine is closed or its device is lost.
+        """
+        plan = cache._width(width) if slices is None else cache._cut(tuple(slices))
+        tables = [np.ascontiguousarray(ids, dtype=np.int32) for ids in block_ids]
+        addresses = np.array(objects.addresses, dtype=np.uint64)
+        submission = abi.SubmissionStruct(
+            cache=cache.number,
+            direction=_DIRECTIONS[direction],
+            method=method.value,
+            num_slices=len(plan.slices),
+            slices=plan.array,
+            num_tokens=num_tokens,
+            skip_tokens=skip_tokens,
+            null_block=null_block or 0,
+            has_null_block=null_block is not None,
+            num_groups=len(tables),
+            block_ids=(POINTER(c_int32) * len(tables))(
+                *(ctypes.cast(table.ctypes.data, POINTER(c_int32)) for table in tables)
+            ),
+            num_block_ids=(c_int32 * len(tables))(*map(len, tables)),
+            objects=HostObjectsStruct(
+                addresses=ctypes.cast(addresses.ctypes.data, POINTER(c_uint64)),
+                num_objects=len(addresses),
+                registered_base=objects.registered_base,
+                registered_piece_bytes=objects.registered_piece_bytes or 0,
+            ),
+            generation=generation,
+            board=board,
+        )
+        self._set_fence(submission, fence)
+        seconds_ns = self._deadline_ns if deadline_s is None else int(deadline_s * 1e9)
+        handle = ctypes.c_void_p()
+        with self._lock:
+            now_ns = time.monotonic_ns()
+            submission.deadline_ns = now_ns + seconds_ns
+            if keys is None:
+                sizes = self._slice_bytes(cache, plan, tables, num_tokens, skip_tokens, null_block)
+                keys = self._order.keys(
+                    Submission(self._sequence[direction], now_ns, sizes, due_ns, self._round(direction))
+                )
+            if len(keys) != len(plan.slices):
+                raise ValueError(f"keys must have one entry for each of {len(plan.slices)} slices, got {len(keys)}")
+            submission.keys = (c_int64 * len(keys))(*keys)
+            submission.token = self._tokens
+            self._held[self._tokens] = on_drained
+            try:
+                self._call("lm_engine_submit", submission, ctypes.byref(handle))
+            except BaseException:
+                del self._held[self._tokens]
+                raise
+            self._tokens += 1
+            self._sequence[direction] += 1
+        return Transfer(self._library, handle, plan.slices)
+
+    def _round(self, direction: Direction) -> int:
+        return int(self._lane(direction).last_key) if self._order.name == "round_robin" else 0
+
+    @staticmethod
+    def _slice_bytes(
+        cache: RegisteredCache,
+        plan: _Width,
+        tables: Sequence[NDArray[np.int32]],
+        num_tokens: int,
+        skip_tokens: int,
+        null_block: int | None,
+    ) -> tuple[int, ...]:
+        """Bytes of each slice, for order policies that look at them."""
+        bytes_a_layer = []
+        for group, table in zip(cache.layout.groups, tables, strict=False):
+            tokens = max(0, num_tokens - skip_tokens)
+            if null_block is not None and tokens:
+                size = group.block_tokens
+                first = np.arange(len(table), dtype=np.int64) * size  # [blocks]
+                held = np.minimum(first + size, num_tokens) - np.maximum(first, skip_tokens)  # [blocks]
+                tokens = int(held[(held > 0) & (table != null_block)].sum())
+            bytes_a_layer.append(tokens * group.geometry.token_layer_bytes)
+        return tuple(
+            sum(count * size for count, size in zip(counts, bytes_a_layer, strict=False)) for counts in plan.layers
+        )
+
+    def _set_fence(self, submission: abi.SubmissionStruct, fence: Fence | None) -> None:
+        if fence is None:
+            return
+        if isinstance(fence, HostFence) == self.device.startswith("cuda"):
+            raise ValueError(f"a {type(fence).__name__} is no fence of {self.device}")
+        if isinstance(fence, HostFence):
+            submission.fence = fence.handle
+        elif isinstance(fence, AfterEvent):
+            submission.fence_event = fence.handle
+        elif isinstance(fence, AfterStream):
+            submission.fence_stream, submission.has_fence_stream = fence.handle, 1
+
+    # ---- arrival inside graphs; see arrival.GraphWaits
+
+    def wait_pending(self, layer: int, stream: int) -> None:
+        """As `GraphWaits.wait`."""
+        self._call("lm_engine_wait_pending", layer, stream)
+
+    def pending_word(self, layer: int) -> int:
+        """Address of the word that `wait_pending` waits on."""
+        address = c_uint64()
+        self._call("lm_engine_pending_word", layer, ctypes.byref(address))
+        return address.value
+
+    # ---- what goes on
+
+    def lane(self, direction: Direction) -> LaneStatus:
+        """A direction's thread and queue now."""
+        s = self._lane(direction)
+        return LaneStatus(s.thread_cpu_ns, s.windows, s.in_flight_bytes, s.peak_in_flight_bytes, s.live)
+
+    def _lane(self, direction: Direction) -> abi.LaneStatusStruct:
+        status = abi.LaneStatusStruct()
+        self._call("lm_engine_lane_status", _DIRECTIONS[direction], ctypes.byref(status))
+        return status
+
+    def grant(self, direction: Direction, windows: int) -> None:
+        """Paced CPU device: lets that many more windows of the direction move."""
+        self._call("lm_engine_grant", _DIRECTIONS[direction], windows)
+
+    def plant_fault(self, direction: Direction, window: int, *, on_completion: bool = False) -> None:
+        """For tests: the direction's window of that number, counted from the first, fails."""
+        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, int(on_completion))
+
+    # ---- the end
+
+    def _reap(self) -> None:
+        token = c_uint64()
+        while True:
+            try:
+                status = self._library.lm_engine_next_drained(self._handle, _REAPER_WAKES_NS, ctypes.byref(token))
+                abi.check_engine(self._library, status)
+            except TimeoutError:
+                continue
+            except abi.TransferStopped:
+                return
+            with self._lock:  # a submission enters its token before it lets go of the lock
+                on_drained = self._held.pop(token.value)
+            if on_drained is not None:
+                on_drained()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Transfers in flight were cancelled and have drained, their `on_drained` was called, and the threads ended.
+
+        Raises:
+            TimeoutError: the device did not drain within the bound. The engine is closed all the same; its device
+                memory stays taken, because copies may still use it.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            abi.check_engine(self._library, self._library.lm_engine_close(self._handle, int(timeout_s * 1e9)))
+        finally:
+            self._reaper.join()
+            self._library.lm_engine_destroy(self._handle)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, function: str, *arguments: Any) -> None:
+        if self._closed:
+            raise abi.TransferStopped("the engine is closed; create another")
+        abi.check_engine(self._library, getattr(self._library, function)(self._handle, *arguments))
+
+
+def _parse_device(device: str) -> tuple[str, int]:
+    kind, colon, number = device.partition(":")
+    if (kind, colon) == ("cpu", ""):
+        return "cpu", 0
+    if kind == "cuda" and (number.isdecimal() if colon else True):
+        return "cuda", int(number or 0)
+    raise ValueError(f'a device is "cpu" or "cuda:N", got {device!r}')
