@@ -280,9 +280,10 @@ def percentile(values: Sequence[int], share: float) -> int:
 def _summarise(strategy: Strategy, admission_ns: int, records: list[RequestRecord], world: World) -> Outcome:
     count, whole = len(records), world.clock.now_ns
     ttft = [record.ttft_ns for record in records]
+    transfer = [record.released_ns - record.submitted_ns if record.load_bytes else 0 for record in records]
+    before_start = [record.started_ns - record.arrival_ns - admission_ns for record in records]
     stalls = [record.prefill_stall_ns for record in records]
-    transfer = [record.released_ns - record.submitted_ns for record in records]
-    queue = [record.started_ns - record.released_ns for record in records]
+    steps = [record.first_token_ns - record.started_ns for record in records]
     return Outcome(
         strategy,
         sum(ttft) / count,
@@ -293,9 +294,9 @@ def _summarise(strategy: Strategy, admission_ns: int, records: list[RequestRecor
         sum(record.end_ns - record.arrival_ns for record in records) / count,
         admission_ns,
         sum(transfer) / count,
-        sum(queue) / count,
+        (sum(before_start) - sum(transfer)) / count,
         sum(stalls) / count,
-        (sum(ttft) - sum(transfer) - sum(queue) - sum(stalls)) / count - admission_ns,
+        (sum(steps) - sum(stalls)) / count,
         sum(record.first_layer_ns - record.submitted_ns for record in records) / count,
         sum(record.caused_stall_ns for record in records) / count,
         sum(record.victim_stall_ns for record in records) / count,

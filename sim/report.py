@@ -157,10 +157,10 @@ def draw_outcomes(regime: Regime, outcomes: Sequence[Outcome], path: Path) -> No
     pyplot = _pyplot()
     parts = {
         "admission": "admission_ns",
-        "waits for its transfer": "transfer_wait_ns",
-        "waits for a step": "queue_ns",
+        "waits for its release": "transfer_wait_ns",
+        "waits for a step to end": "queue_ns",
         "stall": "stall_ns",
-        "computing": "computing_ns",
+        "steps computing": "computing_ns",
     }
     figure, axis = pyplot.subplots(figsize=(8.5, 1.2 + 0.42 * len(outcomes)), layout="constrained")
     names = [str(outcome.strategy) for outcome in outcomes]
