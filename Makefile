@@ -20,6 +20,9 @@ help:
 prepare:
 	@.ci/prepare $(ENV)
 
+demo: prepare
+	@PATH="$$PWD/$(ENV)/bin:$$PATH" MPLBACKEND=Agg examples/demo.sh out/demo
+
 lint: prepare
 	@echo "== ruff"
 	@$(ENV)/bin/ruff check --output-format concise .

@@ -37,7 +37,10 @@ def examine() -> list[Finding]:
 
 def _chosen_executor() -> Finding:
     choice = executors.choose_executor(threads=len(os.sched_getaffinity(0)))
-    return Finding("executor", State.YES, f"{choice.executor.name}: {choice.reason}")
+    if isinstance(choice.executor, executors.NativeExecutor):
+        return Finding("executor", State.YES, f"{choice.executor.name}: {choice.reason}")
+    remedy = "as for the native CPU library"
+    return Finding("executor", State.LIMITED, f"{choice.executor.name}: slower, and holds the interpreter lock", remedy)
 
 
 def _print_lines(findings: list[Finding]) -> None:
