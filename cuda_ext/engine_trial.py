@@ -53,7 +53,7 @@ class PlacedTrial:
         self._pages = -(-host.nbytes // 4096) * 4096
         self._host_memory = HostMemory.anonymous(self._pages)
         self._registrar.register(self._host_memory.address, self._pages)
-        self._host: Bytes = np.frombuffer(self._host_memory.buffer, dtype=np.uint8)[: host.nbytes]
+        self._host: Bytes = np.frombuffer(memoryview(self._host_memory.buffer), dtype=np.uint8)[: host.nbytes]
         self._host[:] = host
 
     @property
@@ -111,8 +111,8 @@ def submit_all(
     case = placed.trial.case
     cache: RegisteredCache = engine.register_cache(case.layout, placed.engines)
     keys: list[list[int]] = [[] for _ in case.requests]
-    for turn, (request, plan) in enumerate(case.in_turns()):
-        keys[request] += [turn] * len(plan.slices)
+    for turn, (owner, plan) in enumerate(case.in_turns()):
+        keys[owner] += [turn] * len(plan.slices)
     transfers = []
     for index, request in enumerate(case.requests):
         slices: Sequence[Slice] = case.plan(request).slices
@@ -136,7 +136,7 @@ def submit_all(
 def run_on_device(
     device: Device, trial: Trial, method: CopyMethod = CopyMethod.AUTO, carrier: Carrier = Carrier.EVENT
 ) -> Difference | None:
-    """XFER-1 on a device: None if the engine left exactly the oracle's bytes, in blocks, objects and everything between.
+    """XFER-1 on a device: None if the engine left exactly the oracle's bytes, in blocks, objects and the gaps.
 
     Raises:
         ValueError: the method does not allow these blocks; nothing was moved.

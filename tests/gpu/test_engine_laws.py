@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from strategies import transfer_cases
 
 from lamella.cuda_ext.arrival import Carrier
 from lamella.cuda_ext.device import Device
@@ -17,6 +16,7 @@ from lamella.reference.arena import CacheCase
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.laws import TransferCase, Trial
 from lamella.reference.plan import Direction, TransferRequest
+from strategies import transfer_cases
 
 FORCED = (CopyMethod.STAGED_BATCH, CopyMethod.STAGED_2D, CopyMethod.GATHER)
 

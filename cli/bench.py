@@ -1,0 +1,80 @@
+"""`lamella bench transfer`: how fast this machine's device moves KV, measured against a raw copy of the same bytes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamella.cli._device import open_device
+from lamella.cli._refusal import refuse_bad_input
+from lamella.cli._sizes import parse_bytes
+
+_LOADS = {"idle": "idle", "here": "products here", "elsewhere": "products elsewhere"}
+
+
+def _open_report(path: Path | None) -> None:
+    """Refuses a report that could not be written, before minutes are spent on it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"the folder of {path} does not exist")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    bench = typer.Typer(
+        help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+    )
+    app.add_typer(bench, name="bench")
+
+    @bench.callback()
+    def _verbs() -> None:
+        """Measure this machine."""
+
+    @bench.command()
+    def transfer(
+        device: Annotated[str, typer.Option(help='"cpu" or "cuda:N".')] = "cuda:0",
+        size: Annotated[str, typer.Option(help="Bytes of one transfer, such as 1GiB.")] = "1GiB",
+        beside: Annotated[str, typer.Option(help="Loads, of idle, here and elsewhere.")] = "idle,here,elsewhere",
+        rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix products beside.")] = 1024,
+        repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind that count.")] = 7,
+        short_runs: Annotated[bool, typer.Option(help="Small ranks, small chunks, MLA, HND as well.")] = True,
+        host_cost: Annotated[bool, typer.Option(help="What submitting and waiting cost the host.")] = True,
+        layers: Annotated[int | None, typer.Option(min=1, help="Layers of every shape, for a quick look.")] = None,
+        profile: Annotated[Path | None, typer.Option(help="Choose copy methods by this profile.")] = None,
+        json_path: Annotated[Path | None, typer.Option("--json", help="Write every repeat to this file.")] = None,
+    ) -> None:
+        """Times retrieves and stores of Llama-3.1-8B's KV, idle and beside matrix products, against raw copies."""
+        from lamella.cuda_ext.bench_run import BenchScope, run_bench
+        from lamella.cuda_ext.bench_transfer import BenchSettings
+        from lamella.cuda_ext.rates import H200_RATES, EngineRates
+        from lamella.reference.profile import profile_from_mapping
+
+        with refuse_bad_input():
+            _open_report(json_path)
+            unknown = set(beside.split(",")) - set(_LOADS)
+            if unknown:
+                raise ValueError(f"beside names {', '.join(_LOADS)}, got {', '.join(sorted(unknown))}")
+            rates = H200_RATES
+            if profile is not None:
+                rates = EngineRates.from_profile(profile_from_mapping(json.loads(profile.read_text(encoding="utf-8"))))
+            defaults = BenchScope()
+            scope = BenchScope(
+                num_bytes=parse_bytes(size),
+                loads=tuple(_LOADS[load] for load in beside.split(",")),
+                small=defaults.small if short_runs else (),
+                host_objects=defaults.host_objects if host_cost else (),
+                num_layers=layers,
+            )
+            settings = BenchSettings(repeats=repeats, rows=rows, rates=rates)
+            found = open_device(device)
+        checkout = Path.cwd() if (Path.cwd() / "cuda_ext" / "csrc").is_dir() else None
+        report = run_bench(
+            found, scope, settings, ["lamella", *sys.argv[1:]], checkout, lambda line: typer.echo(f"… {line}", err=True)
+        )
+        for line in report.lines():
+            typer.echo(line)
+        if json_path is not None:
+            json_path.write_text(json.dumps(report.as_mapping(), indent=1) + "\n", encoding="utf-8")
