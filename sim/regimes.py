@@ -92,40 +92,52 @@ class RegimeMap:
         return min(OFF, key=lambda one: self.change(cell, one))
 
     def recommended(self) -> Strategy:
-        """The one strategy to set everywhere: the best worst case first, to within `WORTH_IT`, then the best mean."""
-        layerwise = [one for one in self.strategies if one.layerwise] or [CHUNK_MAJOR]
-        changes = {one: [self.change(cell, one) for cell in self.cells] for one in layerwise}
-        safest = min(max(values) for values in changes.values())
-        safe = [one for one in layerwise if max(changes[one]) <= max(safest, 0) + WORTH_IT]
-        return min(safe, key=lambda one: sum(changes[one]))
+        """The one strategy to set everywhere: chunk-major, unless a layerwise one gains somewhere and loses nowhere.
+
+        Of several such, the one with the best mean.
+        """
+        layerwise = [(one, self._changes(one)) for one in self.strategies if one.layerwise]
+        fit = [(one, changes) for one, changes in layerwise if min(changes) <= -WORTH_IT and max(changes) < WORTH_IT]
+        return min(fit, key=lambda pair: sum(pair[1]), default=(CHUNK_MAJOR, []))[0]
 
     def verdict(self) -> str:
-        """What to do, in one or two sentences."""
+        """What to do, in a few sentences."""
         count = len(self.cells)
-        worth = [cell for cell in self.cells if self.best(cell).layerwise]
+        worth = sum(self.best(cell).layerwise for cell in self.cells)
         if not worth:
             return (
                 f"Leave it off: in none of {count} regimes does layerwise transfer save {WORTH_IT:.0%} of mean TTFT; "
                 f"{self.best(self.cells[0])} is the best of what is off."
             )
         one = self.recommended()
-        changes = [self.change(cell, one) for cell in self.cells]
-        harmed = sum(change >= WORTH_IT for change in changes)
-        sentence = (
-            f"Turn it on with {one}: mean TTFT {min(changes):+.0%} at best, {sum(changes) / count:+.0%} on average and "
-            f"{max(changes):+.0%} at worst against what is best without it; it gains in "
-            f"{sum(change <= -WORTH_IT for change in changes)} of {count} regimes"
-        )
-        sentence += f" and loses in {harmed}." if harmed else " and loses in none."
-        if len(worth) < count:
-            sentence += f" Leave it off in {count - len(worth)} regimes, where no setting gains {WORTH_IT:.0%}."
+        if not one.layerwise:
+            one = min((one for one in self.strategies if one.layerwise), key=lambda one: sum(self._changes(one)))
+            return (
+                f"Leave it off as one setting for all {count} regimes: every layerwise strategy loses somewhere. {worth} "
+                f"regimes gain if each gets its own; the best single one is {self._effect(one)}."
+            )
+        sentence = f"Turn it on with {self._effect(one)}."
+        if worth < count:
+            sentence += f" It makes no difference in {count - worth} regimes, where nothing gains {WORTH_IT:.0%}."
         if INTERLEAVED in self.strategies and one != INTERLEAVED:
-            control = [self.change(cell, INTERLEAVED) for cell in self.cells]
+            control = self._changes(INTERLEAVED)
             lost = sum(change >= WORTH_IT for change in control)
             sentence += (
                 f" Interleaving ({INTERLEAVED}) would lose in {lost}, by up to {max(control):+.0%}." if lost else ""
             )
         return sentence
+
+    def _changes(self, strategy: Strategy) -> list[float]:
+        return [self.change(cell, strategy) for cell in self.cells]
+
+    def _effect(self, strategy: Strategy) -> str:
+        changes = self._changes(strategy)
+        gained, lost = (sum(sign * change >= WORTH_IT for change in changes) for sign in (-1, 1))
+        return (
+            f"{strategy}: mean TTFT {min(changes):+.0%} at best, {sum(changes) / len(changes):+.0%} on average and "
+            f"{max(changes):+.0%} at worst against what is best without it; it gains in {gained} of {len(changes)} "
+            f"regimes and loses in {lost or 'none'}"
+        )
 
 
 def new_tokens_for(device: Device, hit_tokens: int, ratio: float) -> int:
