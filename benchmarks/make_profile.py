@@ -98,8 +98,8 @@ def build() -> dict[str, Any]:
                 "program": program,
                 "system": system(full),
                 "note": "FULL_AND_PIECEWISE graphs, prefix caching off, hits claimed and not loaded; medians of 8 "
-                "(prefill, two rounds), 24 (decode) and 10 (wire) values. Real prefix-cache hits took the same GPU time "
-                "within 2% in four cells",
+                "(prefill, two rounds), 24 (decode) and 10 (wire) values. Real prefix-cache hits took as long on "
+                "the GPU within 2% in four cells",
             },
             {
                 "covers": "decode.piecewise",

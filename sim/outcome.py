@@ -10,7 +10,7 @@ from lamella.sim.routing import RoutedRequest, Routing
 from lamella.sim.world import RequestRecord, World
 
 SATURATED_STRETCH: Final = 2.0
-"""With a median stretch above this, requests wait longer for each other than they take."""
+"""With a stretch above this, requests wait longer for each other than they take."""
 LEAST_GAIN: Final = 0.02
 """A smaller gain in time to first token is no reason to switch anything on."""
 
@@ -39,8 +39,8 @@ class ArmResult:
         stall_share: time in which a step stood waiting for a layer, over the same.
         link_busy_share: time in which slices moved, over the same.
         loaded_bytes: what the links carried.
-        median_stretch: median over requests of the time to first token by what it would be on an idle instance with
-            chunk-major loading.
+        stretch: mean time to first token by what it would be if each request had an idle instance to itself, loading
+            chunk-major (or computing everything, in an arm that does).
         peak_kv_tokens: most tokens that one instance held at a time.
     """
 
@@ -54,25 +54,25 @@ class ArmResult:
     stall_share: float
     link_busy_share: float
     loaded_bytes: int
-    median_stretch: float
+    stretch: float
     peak_kv_tokens: int
 
     @property
     def saturated(self) -> bool:
         """Whether times to first token are mostly queueing."""
-        return self.median_stretch > SATURATED_STRETCH
+        return self.stretch > SATURATED_STRETCH
 
 
 class Tally:
-    """Sums over the instances of one arm."""
+    """Sums over the instances of one arm; `loads` says whether its hits were loaded."""
 
-    def __init__(self) -> None:
+    def __init__(self, loads: bool) -> None:
+        self._loads = loads
         self._ttft: list[int] = []
         self._ttft_of_hits: list[int] = []
         self._tpot: list[int] = []
         self._latency: list[int] = []
-        self._stretch: list[float] = []
-        self._busy_ns = self._stall_ns = self._link_ns = self._instance_ns = self._bytes = 0
+        self._busy_ns = self._stall_ns = self._link_ns = self._instance_ns = self._alone_ns = self._bytes = 0
         self._peak_tokens = 0
 
     def add(self, world: World, requests: Sequence[RoutedRequest]) -> None:
@@ -94,7 +94,7 @@ class Tally:
             if record.output_tokens > 1:
                 self._tpot.append(round(record.tpot_ns))
             self._latency.append(record.end_ns - request.arrival_ns)
-            self._stretch.append(ttft / request.alone_ns)
+            self._alone_ns += request.alone_ns if self._loads else request.recomputed_ns
         self._busy_ns += world.busy_ns
         self._stall_ns += world.stall_ns
         self._link_ns += world.link.busy_ns
@@ -105,7 +105,6 @@ class Tally:
     def result(self, arm: str) -> ArmResult:
         """The sums as shares and quantiles."""
         time = max(1, self._instance_ns)
-        stretch = sorted(self._stretch)
         return ArmResult(
             arm,
             len(self._ttft),
@@ -117,7 +116,7 @@ class Tally:
             self._stall_ns / time,
             self._link_ns / time,
             self._bytes,
-            stretch[(len(stretch) - 1) // 2] if stretch else 0.0,
+            sum(self._ttft) / max(1, self._alone_ns),
             self._peak_tokens,
         )
 
@@ -184,19 +183,20 @@ def remarks(routing: Routing, arms: Sequence[ArmResult], kv_capacity_tokens: int
     for arm in arms:
         if arm.saturated:
             said.append(
-                f"{arm.arm} is saturated: the median request takes {arm.median_stretch:.1f} times what it would alone, so its "
-                f"time to first token is queueing; give it more instances or a lower rate."
+                f"{arm.arm} is saturated: the mean time to first token is {arm.stretch:.1f} times that of idle "
+                f"instances, so it is mostly queueing; give it more instances or a lower rate."
             )
         if arm.peak_kv_tokens > kv_capacity_tokens:
             said.append(
                 f"{arm.arm} would hold {arm.peak_kv_tokens:,} tokens of KV on one GPU, which has room for "
-                f"{kv_capacity_tokens:,}: a real engine would hold requests back or preempt them, so it is shown too well."
+                f"{kv_capacity_tokens:,}: a real engine would hold requests back or preempt them, so it is shown too "
+                f"well."
             )
     if routing.excluded:
         longest = max(request.input_tokens for request in routing.excluded)
         said.append(
-            f"{len(routing.excluded)} requests lie outside the profile and were left out (prompts up to {longest:,} tokens); "
-            f"the JSON lists them."
+            f"{len(routing.excluded)} requests lie outside the profile and were left out (prompts up to {longest:,} "
+            f"tokens); the JSON lists them."
         )
     said.append("Stores use the other direction of the link and are not simulated.")
     return said

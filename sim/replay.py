@@ -83,7 +83,7 @@ def run_arm(
         submit_at=SubmitAt.POLL,
     )
     loader = _Loader(profile, width if arm.layerwise else profile.num_layers)
-    tally = Tally()
+    tally = Tally(arm.loads)
     for instance in range(routing.num_instances):
         mine = [request for request in routing.requests if request.instance == instance]
         world = World(compute, arm.order, arm.release, settings, on_finish=on_finish)

@@ -39,6 +39,7 @@ class RoutedRequest(NamedTuple):
         cached_tokens: prompt tokens that need not be computed.
         loaded_tokens: those of them that come from the host pool over the link.
         alone_ns: estimate of its time to first token on an idle instance, loading chunk-major.
+        recomputed_ns: the same, computing the whole prompt.
     """
 
     position: int
@@ -49,6 +50,7 @@ class RoutedRequest(NamedTuple):
     new_tokens: int
     output_tokens: int
     alone_ns: int
+    recomputed_ns: int
 
 
 class ExcludedRequest(NamedTuple):
@@ -144,9 +146,13 @@ def route(trace: Sequence[TraceRequest], profile: DeviceProfile, num_instances: 
         instance.free_ns = begin + prefill + estimate.decode_ns(request.input_tokens, request.output_tokens)
         heapq.heappush(filling, (begin + prefill, number, chunks))
         gpu_ns += instance.free_ns - begin
-        alone = profile.engine.admit_ns(request.input_tokens) + estimate.load_ns(cached - here) + prefill
+        admitted = profile.engine.admit_ns(request.input_tokens)
+        alone = admitted + estimate.load_ns(cached - here) + prefill
+        recomputed = admitted + (estimate.prefill_ns(0, request.input_tokens) if cached else prefill)
         loaded_bytes += (cached - here) * profile.token_bytes
-        routed.append(RoutedRequest(position, number, now, cached, cached - here, new, request.output_tokens, alone))
+        routed.append(
+            RoutedRequest(position, number, now, cached, cached - here, new, request.output_tokens, alone, recomputed)
+        )
     span = max(1, trace[-1].arrival_ns - trace[0].arrival_ns) if trace else 1
     link_ns = loaded_bytes * 1e9 / profile.wire.h2d_bytes_per_s
     share = 1 / (span * num_instances)
