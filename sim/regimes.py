@@ -113,8 +113,8 @@ class RegimeMap:
         if not one.layerwise:
             one = min((one for one in self.strategies if one.layerwise), key=lambda one: sum(self._changes(one)))
             return (
-                f"Leave it off as one setting for all {count} regimes: every layerwise strategy loses somewhere. {worth} "
-                f"regimes gain if each gets its own; the best single one is {self._effect(one)}."
+                f"Leave it off as one setting for all {count} regimes: every layerwise strategy loses somewhere. "
+                f"{worth} regimes gain if each gets its own; the best single one is {self._effect(one)}."
             )
         sentence = f"Turn it on with {self._effect(one)}."
         if worth < count:
