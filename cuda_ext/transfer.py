@@ -7,7 +7,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lamella.cuda_ext._engine_library import ProgressStruct, check_engine
+from lamella.cuda_ext._engine_library import ProgressStruct, TransferStopped, check_engine
 from lamella.reference.slices import Slice
 
 _NS = 1_000_000_000
@@ -117,8 +117,9 @@ class Transfer:
             TimeoutError: it has not within the bound; it goes on.
             TransferStopped: it failed or was cancelled; nothing of it is in flight.
         """
-        self._check(self._library.lm_transfer_wait(self._handle, _ns(timeout_s)))
-        self._check(self._library.lm_transfer_wait_slices(self._handle, self.num_slices, 1, 0))
+        state = self.wait_final(timeout_s)
+        if state is not TransferState.LANDED:
+            raise TransferStopped(self.error or f"the transfer was {state.name.lower()}")
 
     def wait_final(self, timeout_s: float) -> TransferState:
         """The state it ended in: landed, cancelled or failed.

@@ -16,32 +16,16 @@
 namespace lamella {
 namespace {
 
-using Time = std::chrono::steady_clock::time_point;
-
 class CpuMark final : public Mark {
  public:
   bool reached() override { return reached_ns_.load(std::memory_order_acquire) != 0; }
   std::int64_t reached_ns() override { return reached_ns_.load(std::memory_order_acquire); }
-  // The caller is its own stream.
-  void hold_back(std::uint64_t, std::int64_t deadline_ns) override {
-    std::unique_lock<std::mutex> lock(mutex_);
-    const Time until{std::chrono::nanoseconds(deadline_ns)};
-    if (!changed_.wait_until(lock, until, [this] { return reached(); })) {
-      throw TimedOut("the slice did not land within the bound");
-    }
-  }
-  void reach() {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      reached_ns_.store(now_ns(), std::memory_order_release);
-    }
-    changed_.notify_all();
-  }
+  void hold_back(std::uint64_t) override { throw DeviceFailure("the CPU device has no streams to hold back", false); }
+  bool is_on_host() const override { return true; }
+  void reach() { reached_ns_.store(now_ns(), std::memory_order_release); }
 
  private:
   std::atomic<std::int64_t> reached_ns_{0};
-  std::mutex mutex_;
-  std::condition_variable changed_;
 };
 
 // ---- bytes

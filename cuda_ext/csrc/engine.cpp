@@ -218,7 +218,8 @@ std::int64_t Engine::wait_layer(Transfer& transfer, std::int32_t layer, std::uin
 
 void Engine::gate(const std::shared_ptr<Transfer>& transfer, std::uint64_t stream, std::int64_t deadline_ns) {
   Lane& its_lane = lane(transfer->direction);
-  const auto body = std::make_shared<std::function<void()>>([&its_lane, transfer, stream, deadline_ns] {
+  const auto behind = std::make_shared<std::shared_ptr<Mark>>();
+  const auto body = std::make_shared<std::function<void()>>([&its_lane, transfer, behind] {
     if (transfer->is_final() || transfer->stopping()) {
       if (transfer->progress().state == LM_LANDED) return;
       throw Stopped("the transfer failed or was cancelled");
@@ -231,10 +232,15 @@ void Engine::gate(const std::shared_ptr<Transfer>& transfer, std::uint64_t strea
       const std::vector<std::uint64_t> words = its_lane.pending().open(transfer->gate, first, end);
       if (!words.empty()) its_lane.channel().write_words(words, 1);
     }
-    // Behind the marks, and behind every slice enqueued so far.
-    its_lane.channel().mark()->hold_back(stream, deadline_ns);
+    *behind = its_lane.channel().mark();  // behind the marks, and behind every slice enqueued so far
   });
   its_lane.run_between_windows(body, deadline_ns);
+  if (*behind == nullptr) return;
+  if (!(*behind)->is_on_host()) return (*behind)->hold_back(stream);
+  while (!(*behind)->reached()) {
+    if (now_ns() > deadline_ns) throw TimedOut("what is in flight has not landed within the bound");
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 std::uint64_t Engine::pending_word(std::int32_t layer) {
@@ -299,11 +305,7 @@ void Engine::watch() {
     }
     deadlines_.erase(first);
     lock.unlock();
-    try {
-      expire(*transfer);
-    } catch (const DeviceFailure&) {
-      lane(transfer->direction).wake();  // the lane sees the same failure and says so
-    }
+    expire(*transfer);
     lock.lock();
   }
 }

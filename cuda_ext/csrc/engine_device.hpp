@@ -68,8 +68,10 @@ class Mark {
   virtual bool reached() = 0;
   // When it did, on now_ns's clock; only after reached().
   virtual std::int64_t reached_ns() = 0;
-  // Work that `stream` is given later starts after the mark. CPU device: returns once reached or at the deadline.
-  virtual void hold_back(std::uint64_t stream, std::int64_t deadline_ns) = 0;
+  // Work that `stream` is given later starts after the mark.
+  virtual void hold_back(std::uint64_t stream) = 0;
+  // Whether the caller is its own stream, so that whoever holds back waits on the host instead.
+  virtual bool is_on_host() const { return false; }
 };
 
 // `height` rows of `width` bytes. One row: the pitches do not matter.
@@ -100,7 +102,6 @@ struct Window {
   std::int64_t expected_ns = 0;
   std::uint64_t count_address = 0;  // value carrier: this word becomes count_value before the mark
   std::uint64_t count_value = 0;
-  bool planted_failure = false;
 };
 
 inline bool is_staged(std::int32_t method) {

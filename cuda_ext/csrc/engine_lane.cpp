@@ -16,6 +16,22 @@ constexpr std::int64_t kIdleNs = 3'600'000'000'000;  // nothing in flight: until
 constexpr std::int64_t kFirstLookNs = 10'000;        // after an expectation that was too early
 constexpr std::int64_t kLastLookNs = 500'000;        // a stuck fence must not cost a core
 
+// A planted fault: the device says, when it comes to the mark, that something has gone wrong.
+class FailingMark final : public Mark {
+ public:
+  explicit FailingMark(std::shared_ptr<Mark> inner) : inner_(std::move(inner)) {}
+  bool reached() override {
+    if (inner_->reached()) throw DeviceFailure("planted: the window failed when it completed", false);
+    return false;
+  }
+  std::int64_t reached_ns() override { return inner_->reached_ns(); }
+  void hold_back(std::uint64_t stream) override { inner_->hold_back(stream); }
+  bool is_on_host() const override { return inner_->is_on_host(); }
+
+ private:
+  std::shared_ptr<Mark> inner_;
+};
+
 std::int64_t thread_cpu_ns() {
   timespec t{};
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -166,9 +182,7 @@ void Lane::run() {
     const std::int64_t look_ns = next_look_ns();
     lock.lock();
     status_.thread_cpu_ns = thread_cpu_ns();
-    status_.in_flight_bytes = 0;
-    for (const auto& window : in_flight_) status_.in_flight_bytes += window->num_bytes;
-    status_.peak_in_flight_bytes = std::max(status_.peak_in_flight_bytes, status_.in_flight_bytes);
+    status_.in_flight_bytes = flying_bytes_;
     if (closing && live_.empty() && inbox_.empty() && commands_.empty()) break;
     const auto until = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(look_ns));
     wake_.wait_until(lock, until, [&] {
@@ -196,10 +210,6 @@ void Lane::reap() {
     const std::shared_ptr<Window>& window = in_flight_.front();
     Transfer& transfer = *window->transfer;
     try {
-      if (window->planted_failure && window->mark->reached()) {
-        window->planted_failure = false;
-        transfer.stop(LM_FAILED, "planted: the window failed when it completed");
-      }
       if (!window->mark->reached()) break;
       transfer.refresh();
     } catch (const DeviceFailure& failure) {
@@ -212,6 +222,7 @@ void Lane::reap() {
     any = true;
     if (window->slot >= 0) free_slots_.push_back(window->slot);
     --transfer.windows_in_flight;
+    flying_bytes_ -= window->num_bytes;
     in_flight_.pop_front();
   }
   if (!in_flight_.empty()) {
@@ -250,6 +261,8 @@ void Lane::finish(const std::shared_ptr<Transfer>& transfer) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --status_.live;
+    status_.in_flight_bytes = flying_bytes_;
+    status_.thread_cpu_ns = thread_cpu_ns();
   }
   owner_.on_final(transfer);
 }
@@ -265,6 +278,7 @@ void Lane::fail_all(const std::string& reason) {
     if (window->slot >= 0) free_slots_.push_back(window->slot);
   }
   in_flight_.clear();
+  flying_bytes_ = 0;
   for (const auto& transfer : live_) transfer->stop(LM_FAILED, "the device is lost: " + reason);
 }
 
@@ -337,9 +351,7 @@ bool Lane::issue_next() {
   Transfer& transfer = *urgent;
   if (!prepare(transfer)) return false;
   const std::shared_ptr<Window> window = transfer.prepared;
-  std::int64_t flying = 0;
-  for (const auto& w : in_flight_) flying += w->num_bytes;
-  if (flying > 0 && flying + window->num_bytes > options_.in_flight_bytes) return false;
+  if (flying_bytes_ > 0 && flying_bytes_ + window->num_bytes > options_.in_flight_bytes) return false;
   if (window->slot < 0 && (transfer.method == LM_COPY_AUTO || is_staged(transfer.method)) && window->num_bytes > 0) {
     if (free_slots_.empty()) return false;
     window->slot = free_slots_.back();
@@ -362,8 +374,9 @@ bool Lane::issue_next() {
     const std::lock_guard<std::mutex> lock(mutex_);
     const bool planted = status_.windows == fault_window_;
     plant_now = planted && fault_when_ == 0;
-    window->planted_failure = planted && fault_when_ == 1;
+    transfer.planted = transfer.planted || (planted && fault_when_ == 1);
     ++status_.windows;
+    status_.peak_in_flight_bytes = std::max(status_.peak_in_flight_bytes, flying_bytes_ + window->num_bytes);
     status_.last_key = transfer.keys[static_cast<std::size_t>(window->slice)];
   }
   transfer.prepared.reset();
@@ -381,6 +394,7 @@ bool Lane::issue_next() {
   try {
     channel_->issue(window);
     if (plant_now) throw DeviceFailure("planted: the window failed when it was issued", false);
+    if (transfer.planted) window->mark = std::make_shared<FailingMark>(window->mark);
     recorded = true;
     if (window->completes_slice) {
       const std::vector<std::uint64_t> words = pending_.advance(
@@ -401,6 +415,7 @@ bool Lane::issue_next() {
     }
   }
   ++transfer.windows_in_flight;
+  flying_bytes_ += window->num_bytes;
   in_flight_.push_back(window);
   if (!recorded) return true;
   if (window->completes_slice) {

@@ -85,6 +85,7 @@ class Lane final : public Listener {
   // the thread's own
   std::vector<std::shared_ptr<Transfer>> live_;
   std::deque<std::shared_ptr<Window>> in_flight_;
+  std::int64_t flying_bytes_ = 0;  // of in_flight_
   std::vector<std::int32_t> free_slots_;
   Transfer* begun_ = nullptr;  // whose slice is being issued
   bool lost_ = false;

@@ -145,6 +145,7 @@ void Transfer::record(std::shared_ptr<Mark> mark) {
 }
 
 void Transfer::refresh_locked() {
+  if (wanted_ == LM_FAILED) return;  // what lands behind a failure is not to be relied on
   bool moved = false;
   while (static_cast<std::size_t>(landed_) < marks_.size() && marks_[static_cast<std::size_t>(landed_)]->reached()) {
     landed_ns_[static_cast<std::size_t>(landed_)] = marks_[static_cast<std::size_t>(landed_)]->reached_ns();
@@ -153,6 +154,15 @@ void Transfer::refresh_locked() {
     moved = true;
   }
   if (moved) changed_.notify_all();
+}
+
+// For whoever only asks: a device that fails is the lane's to report.
+void Transfer::look_locked() {
+  if (state_ >= LM_LANDED) return;
+  try {
+    refresh_locked();
+  } catch (const DeviceFailure&) {
+  }
 }
 
 void Transfer::refresh() {
@@ -188,7 +198,7 @@ void Transfer::finish() {
 
 lm_progress Transfer::progress() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (state_ < LM_LANDED) refresh_locked();
+  look_locked();
   lm_progress p{};
   p.state = state_;
   p.num_slices = num_slices();
@@ -215,7 +225,7 @@ std::string Transfer::error() {
 
 void Transfer::timestamps(std::int64_t* recorded_ns, std::int64_t* landed_ns) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (state_ < LM_LANDED) refresh_locked();
+  look_locked();
   std::copy(recorded_ns_.begin(), recorded_ns_.end(), recorded_ns);
   std::copy(landed_ns_.begin(), landed_ns_.end(), landed_ns);
 }
@@ -270,8 +280,15 @@ std::int64_t Transfer::hold_back(std::int32_t slice, std::uint64_t stream, std::
     }
     throw_if_stopped_locked();
     mark = marks_[index];
+    if (mark->is_on_host()) {
+      const std::int64_t start = now_ns();
+      changed_.wait_until(lock, at_ns(until_ns), [&] { return landed_ > slice || wanted_ != LM_LANDED; });
+      if (landed_ > slice) return waited + now_ns() - start;
+      throw_if_stopped_locked();
+      throw TimedOut(format("slice %d has not landed within the bound", slice));
+    }
   }
-  mark->hold_back(stream, until_ns);
+  mark->hold_back(stream);
   return waited;
 }
 

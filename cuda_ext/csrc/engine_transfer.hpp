@@ -100,6 +100,7 @@ class Transfer {
   bool all_issued = false;
   std::int32_t windows_in_flight = 0;
   std::int32_t windows_issued = 0;
+  bool planted = false;  // for tests: its windows fail from here on
 
   // ---- any thread
   // The lane has enqueued the slice's last window. Publishes the count last.
@@ -133,6 +134,7 @@ class Transfer {
 
  private:
   void refresh_locked();
+  void look_locked();
   void throw_if_stopped_locked() const;
 
   std::mutex mutex_;
