@@ -49,7 +49,7 @@ class ReleasePolicy(Protocol):
 
     @property
     def weighs_steps(self) -> bool:
-        """Whether the answer depends on `step_ns`, and so changes from poll to poll."""
+        """Whether the answer depends on `step_ns`. If not, it changes from poll to poll only with the forecast."""
 
     def layers_needed(self, num_layers: int) -> int:
         """How many layers must have landed before the policy can release, 1 .. num_layers.

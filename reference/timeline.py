@@ -239,6 +239,7 @@ class _Engine:
         self._step_cost = step_cost
         self._forecasts: dict[int, list[tuple[int, ...]]] = {}
         self._landing = self._forecast(len(requests))
+        self._instants: dict[tuple[int, int], int] = {}  # by request and number submitted, unless they change
         self._alone: dict[int, tuple[int, ...]] = {}
         self._released_ns: dict[int, int] = {}
         self._started_ns: dict[int, int] = {}
@@ -286,6 +287,9 @@ class _Engine:
         return self._forecasts[submitted]
 
     def _release_instant(self, index: int, t: int, submitted: int, away_ns: int) -> int:
+        known = self._instants.get((index, submitted))
+        if known is not None:
+            return known
         view = ReleaseView(
             now_ns=t,
             arrival_ns=self._forecast(submitted)[index],
@@ -293,7 +297,10 @@ class _Engine:
             start_delay_ns=self._rule.start_delay_ns,
             step_ns=away_ns,
         )
-        return self._release.release_ns(view)
+        instant = self._release.release_ns(view)
+        if not self._release.weighs_steps:
+            self._instants[index, submitted] = instant
+        return instant
 
     def _alone_ns(self, index: int) -> tuple[int, ...]:
         """The layers' times in the request's first step, were it alone there."""
