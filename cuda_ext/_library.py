@@ -142,6 +142,10 @@ _CPU_SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "lm_cpu_execute": (c_int32, (POINTER(RequestStruct), POINTER(HostObjectsStruct), POINTER(CpuOptionsStruct))),
     "lm_cpu_scatter": (c_int32, (POINTER(RequestStruct), POINTER(PieceStruct), c_int64, c_uint64)),
+    "lm_cpu_move_mapped": (
+        c_int32,
+        (POINTER(RequestStruct), POINTER(PieceStruct), c_int64, POINTER(HostObjectsStruct)),
+    ),
 }
 
 _REMEDIES = {

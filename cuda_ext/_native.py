@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 from lamella.cuda_ext import _library
 from lamella.cuda_ext._execution import HostObjects, Method, SliceLanded
 from lamella.reference.geometry import ObjectForm
-from lamella.reference.layout import EngineLayout, ObjectLayout
-from lamella.reference.plan import Direction, Piece, TransferPlan, TransferRequest, Window, check_request
-from lamella.reference.slices import Slice
+from lamella.reference.layout import EngineLayout
+from lamella.reference.plan import Direction, Piece, TransferPlan, Window, check_request
 
 
 class NativePlan(NamedTuple):
@@ -26,18 +25,17 @@ class NativePlan(NamedTuple):
     windows: tuple[Window, ...]
 
 
-class _Call:
-    """A request in the C structures, with the arrays they point to."""
+class NativeRequest:
+    """`lm_request` with the arrays it points to, which live as long as this object.
 
-    def __init__(
-        self,
-        layout: ObjectLayout,
-        request: TransferRequest,
-        slices: Sequence[Slice],
-        window_bytes: int,
-        direction: Direction,
-        engines: Sequence[EngineLayout] | None,
-    ) -> None:
+    Args:
+        plan: its compact request is taken, not its windows.
+        direction: of the transfer.
+        engines: the caches; None where only a plan is asked for.
+    """
+
+    def __init__(self, plan: TransferPlan, direction: Direction, engines: Sequence[EngineLayout] | None = None) -> None:
+        layout, request = plan.layout, plan.request
         self._kept: list[Any] = []
         groups = (_library.GroupStruct * len(layout.groups))()
         for index, group in enumerate(layout.groups):
@@ -56,9 +54,9 @@ class _Call:
                 target.bases = self._pointer(engine.bases, np.uint64, c_uint64)
                 target.block_stride, target.token_stride = engine.block_stride, engine.token_stride
                 target.head_stride, target.dim_stride = engine.head_stride, engine.dim_stride
-        cuts = (_library.SliceStruct * len(slices))(*(_library.SliceStruct(*cut) for cut in slices))
+        cuts = (_library.SliceStruct * len(plan.slices))(*(_library.SliceStruct(*cut) for cut in plan.slices))
         self._kept += [groups, cuts]
-        self.request = _library.RequestStruct(
+        self.struct = _library.RequestStruct(
             form=0 if layout.form is ObjectForm.TOKEN else 1,
             direction=0 if direction is Direction.RETRIEVE else 1,
             chunk_tokens=layout.chunk_tokens,
@@ -70,7 +68,7 @@ class _Call:
             null_block=request.null_block or 0,
             num_tokens=request.num_tokens,
             skip_tokens=request.skip_tokens,
-            window_bytes=window_bytes,
+            window_bytes=plan.window_bytes,
         )
 
     def _pointer(self, values: Any, dtype: Any, c_type: Any) -> Any:
@@ -87,11 +85,11 @@ def expand_natively(plan: TransferPlan, library: ctypes.CDLL | None = None) -> N
         ValueError: sizes that the native planner refuses.
     """
     native = library or _library.cpu_library()
-    call = _Call(plan.layout, plan.request, plan.slices, plan.window_bytes, Direction.RETRIEVE, None)
+    request = NativeRequest(plan, Direction.RETRIEVE)
     num_pieces, num_windows = c_int64(), c_int64()
 
     def expand(pieces: Any, windows: Any) -> None:
-        status = native.lm_plan(call.request, pieces, len(pieces), windows, len(windows), num_pieces, num_windows)
+        status = native.lm_plan(request.struct, pieces, len(pieces), windows, len(windows), num_pieces, num_windows)
         _library.check(native, status)
 
     expand((_library.PieceStruct * 0)(), (_library.WindowStruct * 0)())
@@ -120,6 +118,16 @@ def expand_natively(plan: TransferPlan, library: ctypes.CDLL | None = None) -> N
             )
             for window in windows
         ),
+    )
+
+
+def host_objects_struct(objects: HostObjects) -> _library.HostObjectsStruct:
+    """`lm_host_objects`, its table included."""
+    return _library.HostObjectsStruct(
+        addresses=(c_uint64 * len(objects.addresses))(*objects.addresses),
+        num_objects=len(objects.addresses),
+        registered_base=objects.registered_base,
+        registered_piece_bytes=objects.registered_piece_bytes or 0,
     )
 
 
@@ -161,14 +169,8 @@ class NativeExecutor:
     ) -> None:
         """As `Executor.run`; an exception in `on_slice` does not stop the transfer and is raised at its end."""
         check_request(plan.layout, engines, plan.request, direction)
-        call = _Call(plan.layout, plan.request, plan.slices, plan.window_bytes, direction, engines)
-        addresses = np.array(objects.addresses, dtype=np.uint64)
-        host = _library.HostObjectsStruct(
-            addresses=addresses.ctypes.data_as(ctypes.POINTER(c_uint64)),
-            num_objects=len(addresses),
-            registered_base=objects.registered_base,
-            registered_piece_bytes=objects.registered_piece_bytes or 0,
-        )
+        request = NativeRequest(plan, direction, engines)
+        host = host_objects_struct(objects)
         options = _library.CpuOptionsStruct(method=int(method is Method.STAGED), threads=self._threads)
         if method is Method.STAGED:
             staging = self._staging_of(_staging_bytes(plan))
@@ -184,7 +186,7 @@ class NativeExecutor:
 
         if on_slice is not None:
             options.on_slice = _library.OnSlice(landed)
-        _library.check(self._library, self._library.lm_cpu_execute(call.request, host, options))
+        _library.check(self._library, self._library.lm_cpu_execute(request.struct, host, options))
         if raised:
             raise raised[0]
 

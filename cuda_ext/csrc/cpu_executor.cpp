@@ -152,19 +152,4 @@ lm_status lm_cpu_execute(const lm_request* request, const lm_host_objects* objec
   });
 }
 
-lm_status lm_cpu_scatter(const lm_request* request, const lm_piece* pieces, int64_t num_pieces, uint64_t staging) {
-  return lamella::guarded([&] {
-    lamella::check_plan(*request);
-    lamella::check_engines(*request);
-    const std::vector<lamella::Group> groups = lamella::groups_of(*request);
-    const lm_host_objects no_objects{};
-    const lamella::PieceMover mover(*request, groups, no_objects, staging);
-    for (int64_t i = 0; i < num_pieces; ++i) lamella::check_piece(*request, pieces[i]);
-    for (int64_t i = 0; i < num_pieces; ++i) {
-      const lamella::Piece p = lamella::piece_of(pieces[i]);
-      mover.scatter(p, 0, mover.rows_of(p), 0, p.num_tokens);
-    }
-  });
-}
-
 }  // extern "C"

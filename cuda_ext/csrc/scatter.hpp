@@ -7,19 +7,12 @@
 
 #include <cstdint>
 
-#include "lamella/address.cuh"
+#include "lamella/items.cuh"
 #include "lamella/lamella.h"
 
 struct CUstream_st;
 
 namespace lamella {
-
-// One kernel group as a kernel needs it.
-struct KernelGroup {
-  Group group;                    // `bases` device-readable
-  const std::int32_t* block_ids;  // device-readable, [blocks of the sequence]
-  std::uint64_t base_bits;        // every base address OR-ed together: what they are all aligned to
-};
 
 // Between a window's staging images at `staging` and the engine's blocks. All pieces are of `target`'s group; a store
 // fills the images from the blocks. `num_ctas` bounds the grid; 0 picks short and wide (EVIDENCE §4).

@@ -135,11 +135,14 @@ LM_API lm_status lm_plan(const lm_request *request, lm_piece *pieces, int64_t pi
 LM_API lm_status lm_cpu_execute(const lm_request *request, const lm_host_objects *objects,
                                 const lm_cpu_options *options);
 
-/* The scatter (store: the gather) of a window's images on host memory, without a plan: what one kernel launch does.
- * The images lie at staging + staging_offset of their piece. A piece's first_layer and num_layers are the launch's layer
+/* The scatter (store: the gather) of a window's images on host memory, by the kernels' own code on one thread. The images lie at staging + staging_offset of their piece. A piece's first_layer and num_layers are the launch's layer
  * selector, layer_offset and staged_layers; both 0 mean every layer of the group. */
 LM_API lm_status lm_cpu_scatter(const lm_request *request, const lm_piece *pieces, int64_t num_pieces,
                                 uint64_t staging);
+
+/* Between objects and blocks without staging, as the kernel that reads mapped host memory does it; pieces as above. */
+LM_API lm_status lm_cpu_move_mapped(const lm_request *request, const lm_piece *pieces, int64_t num_pieces,
+                                    const lm_host_objects *objects);
 
 /* ------------------------------------------------------------------ kernel launches: liblamella_cuda only
  *
