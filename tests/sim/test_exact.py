@@ -14,9 +14,9 @@ from lamella.reference.ordering import RoundRobin
 from lamella.reference.release import First, JustInTime
 from lamella.reference.timeline import Chunk, Load, StepRule, TimedRequest
 from lamella.sim.clock import Clock, Phase
+from lamella.sim.engine import Engine
 from lamella.sim.scheduler import Job, Scheduler
 from lamella.sim.stations import Link, Transfer
-from lamella.sim.world import World
 
 SCENARIOS = 3_000
 
@@ -122,11 +122,11 @@ def a_cut_prefill_goes_behind_the_ready_ones(patch: pytest.MonkeyPatch) -> None:
 
 
 def an_idle_engine_knows_no_grid(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: World) -> None:
+    def wrong(self: Engine) -> None:
         if self._step is None:
-            self._poll_at(self.clock.now_ns, self._settings.idle_poll_ns)
+            self._poll_at(self._clock.now_ns, self._settings.idle_poll_ns)
 
-    patch.setattr(World, "_look_soon", wrong)
+    patch.setattr(Engine, "_look_soon", wrong)
 
 
 def the_forecast_knows_only_the_slice_under_way(patch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,83 @@
+"""What the engine has under way: a step, layer by layer, or a stretch of decode steps as one event."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+from lamella.reference.timeline import Chunk
+from lamella.sim.scheduler import Job
+from lamella.sim.stations import ComputeModel
+
+
+class RunningStep:
+    """A step under way: the layer it has reached, and what it stood waiting for."""
+
+    __slots__ = (
+        "blocked",
+        "costs",
+        "decode_batch",
+        "layer",
+        "loads",
+        "polled_ns",
+        "reached_ns",
+        "stalls",
+        "start_ns",
+        "taken",
+    )
+
+    def __init__(
+        self,
+        polled_ns: int,
+        start_ns: int,
+        taken: list[tuple[Job, Chunk]],
+        costs: Sequence[int],
+        decode_batch: int,
+        loads: list[Job],
+    ) -> None:
+        self.polled_ns = polled_ns
+        self.start_ns = start_ns
+        self.taken = taken
+        self.costs = costs
+        self.decode_batch = decode_batch
+        self.loads = loads  # released and not fully landed when it began
+        self.layer = 0
+        self.blocked = False
+        self.reached_ns = start_ns
+        self.stalls: dict[int, tuple[int, int | None]] = {}
+
+
+class DecodeStretch:
+    """Successive decode steps as one event; `num_steps` shrinks when it is cut."""
+
+    __slots__ = ("_compute", "_context_tokens", "_start_delay_ns", "batch", "num_steps", "start_ns")
+
+    def __init__(
+        self,
+        compute: ComputeModel,
+        start_ns: int,
+        start_delay_ns: int,
+        batch: int,
+        context_tokens: int,
+        num_steps: int,
+    ) -> None:
+        self._compute = compute
+        self._start_delay_ns = start_delay_ns
+        self._context_tokens = context_tokens
+        self.start_ns = start_ns
+        self.batch = batch
+        self.num_steps = num_steps
+
+    def boundary_ns(self, num_steps: int) -> int:
+        """When that many of its steps have run."""
+        computing_ns = self._compute.decode_ns(self.batch, self._context_tokens, num_steps)
+        return self.start_ns + num_steps * self._start_delay_ns + computing_ns
+
+    def next_boundary(self, instant_ns: int) -> int:
+        """Steps, at least 1, that have run at the first boundary not before that instant."""
+        return 1 + bisect_left(range(1, self.num_steps), instant_ns, key=self.boundary_ns)
+
+
+def split_evenly(whole_ns: int, num_layers: int) -> list[int]:
+    """The parts of a time that each layer takes, if all take the same to the nanosecond; they add up to it."""
+    return [whole_ns * (layer + 1) // num_layers - whole_ns * layer // num_layers for layer in range(num_layers)]
