@@ -43,23 +43,21 @@ def register(app: typer.Typer) -> None:
         short_runs: Annotated[bool, typer.Option(help="Small ranks, small chunks, MLA, HND as well.")] = True,
         host_cost: Annotated[bool, typer.Option(help="What submitting and waiting cost the host.")] = True,
         layers: Annotated[int | None, typer.Option(min=1, help="Layers of every shape, for a quick look.")] = None,
-        profile: Annotated[Path | None, typer.Option(help="Choose copy methods by this profile.")] = None,
+        profile: Annotated[str, typer.Option(help="Profile to choose copy methods by.")] = "h200-llama-3.1-8b",
         json_path: Annotated[Path | None, typer.Option("--json", help="Write every repeat to this file.")] = None,
     ) -> None:
         """Times retrieves and stores of Llama-3.1-8B's KV, idle and beside matrix products, against raw copies."""
         from lamella.cuda_ext.bench_run import BenchScope, run_bench
         from lamella.cuda_ext.bench_transfer import BenchSettings
-        from lamella.cuda_ext.rates import H200_RATES, EngineRates
-        from lamella.reference.profile import profile_from_mapping
+        from lamella.cuda_ext.rates import EngineRates
+        from lamella.sim.profiles import load_profile
 
         with refuse_bad_input():
             _open_report(json_path)
             unknown = set(beside.split(",")) - set(_LOADS)
             if unknown:
                 raise ValueError(f"beside names {', '.join(_LOADS)}, got {', '.join(sorted(unknown))}")
-            rates = H200_RATES
-            if profile is not None:
-                rates = EngineRates.from_profile(profile_from_mapping(json.loads(profile.read_text(encoding="utf-8"))))
+            rates = EngineRates.from_profile(load_profile(profile))
             defaults = BenchScope()
             scope = BenchScope(
                 num_bytes=parse_bytes(size),

@@ -136,6 +136,10 @@ class TransferBench:
         (taken,) = self.device.copy(RawCopy(direction, ProbeMethod.WHOLE, self._raw.address, target, 1, self.num_bytes))
         return taken.copy_ns
 
+    def retrieve_once(self, width: int | None) -> int:
+        """Nanoseconds of one retrieve, from the call to the last landing."""
+        return self._measure(Variant(Direction.RETRIEVE, width), avoid_kernels=False).total_ns
+
     def raw_idle(self) -> dict[Direction, Repeats]:
         """Raw copies in both directions with nothing beside them."""
         turns = range(self.settings.warm_up + self.settings.repeats)

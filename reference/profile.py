@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
-from lamella.reference.records import read_record
+from lamella.reference.records import read_record, write_record
 from lamella.reference.tables import DecodeTable, MeasuredCompute, PrefillTable, check_nodes
 
 SCHEMA_VERSION: Final = 1
@@ -287,3 +287,8 @@ def profile_from_mapping(mapping: Mapping[str, object]) -> DeviceProfile:
         raise ValueError(f"profile.schema_version must be {SCHEMA_VERSION}, got {version!r}; convert the file")
     rest = {key: value for key, value in mapping.items() if key != "schema_version"}
     return read_record(DeviceProfile, rest, "profile")
+
+
+def profile_to_mapping(profile: DeviceProfile) -> dict[str, object]:
+    """What `profile_from_mapping` reads back to an equal profile; JSON can hold it."""
+    return {"schema_version": SCHEMA_VERSION, **write_record(profile)}

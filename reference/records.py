@@ -57,6 +57,30 @@ def read_record(record: type[RecordT], mapping: object, key: str) -> RecordT:
         raise ValueError(f"{key}: {error}") from error
 
 
+def write_record(record: object) -> dict[str, object]:
+    """The mapping that `read_record` reads back to an equal dataclass; JSON can hold it.
+
+    >>> from dataclasses import dataclass
+    >>> @dataclass(frozen=True)
+    ... class Point:
+    ...     x: int
+    ...     y: tuple[int, ...]
+    >>> write_record(Point(1, (2, 3)))
+    {'x': 1, 'y': [2, 3]}
+    """
+    return {field.name: _write(getattr(record, field.name)) for field in fields(typing.cast("Any", record))}
+
+
+def _write(value: object) -> object:
+    if is_dataclass(value):
+        return write_record(value)
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {typing.cast("str", _write(name)): _write(item) for name, item in value.items()}
+    return [_write(item) for item in value] if isinstance(value, tuple) else value
+
+
 def _read(hint: Any, value: object, key: str) -> object:
     """The value as the annotated type."""
     if is_dataclass(hint):

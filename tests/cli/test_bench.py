@@ -93,7 +93,7 @@ def test_wrong_bytes_end_the_run_instead_of_giving_a_figure(monkeypatch: pytest.
         (["--device", "cpu", "--size", "many"], "a size is a whole number with KiB"),
         (["--device", "cpu", "--beside", "idle,lunch"], "beside names idle, here, elsewhere, got lunch"),
         (["--device", "cpu", "--json", "/no/such/folder/x.json"], "does not exist"),
-        (["--device", "cpu", "--profile", "/no/such/profile.json"], "No such file"),
+        (["--device", "cpu", "--profile", "/no/such/profile.json"], "cannot read the profile"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence_before_anything_is_measured(arguments: list[str], message: str) -> None:
