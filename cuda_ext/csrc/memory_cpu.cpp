@@ -1,4 +1,6 @@
 // Device memory on the CPU device: host memory, so that the pool, the benchmarks and their tests run anywhere.
+// In the CUDA library these functions are the CUDA device's.
+#ifndef LAMELLA_WITH_CUDA
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -74,3 +76,5 @@ lm_status lm_memory_copy(std::int32_t ordinal, std::uint64_t to, std::uint64_t f
     std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), num_bytes);
   });
 }
+
+#endif  // LAMELLA_WITH_CUDA

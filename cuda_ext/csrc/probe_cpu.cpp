@@ -1,4 +1,6 @@
 // Raw copies on the CPU device: memcpy, one thread a probe, all started together.
+// In the CUDA library these functions are the CUDA device's.
+#ifndef LAMELLA_WITH_CUDA
 #include <atomic>
 #include <chrono>
 #include <cstring>
@@ -59,3 +61,5 @@ lm_status lm_probe_run(std::int32_t ordinal, const lm_probe* probes, std::int32_
     for (auto& other : others) other.join();
   });
 }
+
+#endif  // LAMELLA_WITH_CUDA
