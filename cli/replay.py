@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
 from lamella.cli._refusal import refuse_bad_input
 from lamella.sim.outcome import ArmResult, remarks
-from lamella.sim.profiles import DEFAULT_PROFILE, load_profile
-from lamella.sim.replay import ARMS, BASELINE, ReplayResult, replay
+from lamella.sim.replay import ARMS, ReplayResult, replay
+from lamella.sim.report import describe_profile
 from lamella.sim.routing import TARGET_LOAD, PoolSizes, choose_instances, route
+from lamella.sim.strategies import CHUNK_MAJOR, Device
 from lamella.sim.workload import TraceRequest, generate_conversations, load_trace, scale_rate
 
 if TYPE_CHECKING:
@@ -25,10 +27,14 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from lamella.reference.profile import DeviceProfile
 
 SCHEMA_VERSION = 1
 GIB = 1 << 30
+ASSUMPTIONS = (
+    "a prompt is in its instance's pools from the moment at which its prefill is estimated to be done",
+    "loads are submitted at the engine's next poll; stores are not simulated; KV fits",
+    "early release decodes with piecewise graphs, the others with full ones",
+)
 
 
 def read_workload(trace: Path | None, limit: int | None, seed: int) -> tuple[list[TraceRequest], str]:
@@ -43,24 +49,19 @@ def read_workload(trace: Path | None, limit: int | None, seed: int) -> tuple[lis
     if trace is None and os.environ.get("LAMELLA_TRACE"):
         trace = Path(os.environ["LAMELLA_TRACE"])
     if trace is None:
-        return generate_conversations(seed)[
-            :limit
-        ], f"a generated sample of conversations (no trace given; seed {seed})"
+        sample = generate_conversations(seed)[:limit]
+        return sample, f"a generated sample of conversations (no trace given; seed {seed})"
     return load_trace(trace, limit), trace.name
 
 
-def document(result: ReplayResult, profile: DeviceProfile, settings: dict[str, Any], said: list[str]) -> dict[str, Any]:
+def document(result: ReplayResult, device: Device, settings: dict[str, Any], said: list[str]) -> dict[str, Any]:
     """The result as JSON; the same for the same input and settings, to the byte."""
     routing = result.routing
     return {
         "schema_version": SCHEMA_VERSION,
-        "kind": "replay",
+        "kind": "lamella.replay",
         "settings": settings,
-        "profile": {
-            "name": profile.name,
-            "regimes": profile.regimes(),
-            "sources": [asdict(s) for s in profile.sources],
-        },
+        "profile": describe_profile(device.profile, extrapolate=False),
         "routing": {
             "instances": routing.num_instances,
             "requests": len(routing.requests),
@@ -72,26 +73,18 @@ def document(result: ReplayResult, profile: DeviceProfile, settings: dict[str, A
             "excluded": [request._asdict() for request in routing.excluded],
         },
         "arms": [_arm_document(arm) for arm in result.arms],
+        "assumptions": list(ASSUMPTIONS),
         "remarks": said,
         "verdict": result.verdict,
     }
 
 
 def _arm_document(result: ArmResult) -> dict[str, Any]:
-    arm = next(arm for arm in ARMS if arm.name == result.arm)
     quantiles = {name: getattr(result, name)._asdict() for name in ("ttft", "ttft_of_hits", "tpot", "latency")}
-    policy = {"order": arm.order.name, "release": str(arm.release), "layerwise": arm.layerwise}
-    return {
-        **asdict(result),
-        **quantiles,
-        **policy,
-        "graphs": arm.graphs.value,
-        "loads": arm.loads,
-        "saturated": result.saturated,
-    }
+    return {**asdict(result), **quantiles, "saturated": result.saturated}
 
 
-def _print(result: ReplayResult, profile: DeviceProfile, name: str, said: list[str], *, chosen: bool) -> None:
+def _print(result: ReplayResult, device: Device, name: str, said: list[str], *, chosen: bool) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=None if os.isatty(1) else 200)
@@ -103,9 +96,11 @@ def _print(result: ReplayResult, profile: DeviceProfile, name: str, said: list[s
         f"{routing.hit_share:.1%} of prompt tokens cached",
         soft_wrap=True,
     )
-    console.print(f"profile {profile.name}: {profile.regimes()}\n", soft_wrap=True)
+    console.print(f"profile {device.profile.name}: {device.profile.regimes()}\n", soft_wrap=True)
     console.print(_table(result))
     console.print()
+    for assumption in ASSUMPTIONS:
+        console.print(f"- Assumed: {assumption}.", soft_wrap=True)
     for remark in said:
         console.print(f"- {remark}", soft_wrap=True)
     console.print(f"\n{result.verdict}", soft_wrap=True)
@@ -120,7 +115,7 @@ def _table(result: ReplayResult) -> Table:
         table.add_column(heading, justify="right")
     for heading in ("GPU %", "stall %", "link %"):
         table.add_column(heading, justify="right")
-    baseline = result.arms[ARMS.index(BASELINE)]
+    baseline = result.arms[ARMS.index(CHUNK_MAJOR)]
     for arm in result.arms:
         change = arm.ttft.mean_ns / baseline.ttft.mean_ns - 1 if baseline.ttft.mean_ns else 0.0
         table.add_row(
@@ -178,7 +173,7 @@ def register(app: typer.Typer) -> None:
         gpu_cache_gib: Annotated[
             float, typer.Option(help="Prefix cache of each engine; its hits need no load. 0: every hit is loaded.")
         ] = 0.0,
-        profile: Annotated[str, typer.Option(help="A shipped profile, or the path of a .json file.")] = DEFAULT_PROFILE,
+        profile: ProfileOption = DEFAULT_PROFILE,
         width: Annotated[
             int | None, typer.Option(help="Layers a slice. Left out: at least half a millisecond of wire each.")
         ] = None,
@@ -189,9 +184,10 @@ def register(app: typer.Typer) -> None:
         """Replay a trace: chunk-major against the layerwise policies and against recomputing."""
         began, began_busy = time.perf_counter(), time.process_time()
         with refuse_bad_input():
-            device = load_profile(profile)
-            if width is not None and not 1 <= width <= device.num_layers:
-                raise ValueError(f"width must be between 1 and {device.num_layers} layers, got {width}")
+            device = open_device(profile, None, extrapolate=False)
+            layers = device.profile.num_layers
+            if width is not None and not 1 <= width <= layers:
+                raise ValueError(f"width must be between 1 and {layers} layers, got {width}")
             requests, name = read_workload(trace, limit, seed)
             requests = scale_rate(requests, rate_scale)
             sizes = PoolSizes(round(pool_gib * GIB), round(gpu_cache_gib * GIB))
@@ -204,7 +200,7 @@ def register(app: typer.Typer) -> None:
                 json_path.touch()
         with _progress(len(ARMS) * len(routing.requests)) as count:
             result = replay(routing, device, width, count)
-        said = remarks(routing, result.arms, device.engine.kv_capacity_tokens)
+        said = remarks(routing, result.arms, device.profile.engine.kv_capacity_tokens)
         settings = {
             "workload": name,
             "instances_chosen": instances is None,

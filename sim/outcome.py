@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -64,10 +64,14 @@ class ArmResult:
 
 
 class Tally:
-    """Sums over the instances of one arm; `loads` says whether its hits were loaded."""
+    """Sums over the instances of one arm.
 
-    def __init__(self, loads: bool) -> None:
-        self._loads = loads
+    Args:
+        alone_ns: estimate of a request's time to first token on an idle instance, served as this arm serves it.
+    """
+
+    def __init__(self, alone_ns: Callable[[RoutedRequest], int]) -> None:
+        self._estimate_ns = alone_ns
         self._ttft: list[int] = []
         self._ttft_of_hits: list[int] = []
         self._tpot: list[int] = []
@@ -87,14 +91,13 @@ class Tally:
             raise RuntimeError(f"{len(given)} requests went in and {len(records)} came out, not one for one")
         for record in records:
             request = given[record.tag]
-            ttft = record.first_token_ns - request.arrival_ns
-            self._ttft.append(ttft)
+            self._ttft.append(record.ttft_ns)
             if request.cached_tokens:
-                self._ttft_of_hits.append(ttft)
+                self._ttft_of_hits.append(record.ttft_ns)
             if record.output_tokens > 1:
                 self._tpot.append(round(record.tpot_ns))
-            self._latency.append(record.end_ns - request.arrival_ns)
-            self._alone_ns += request.alone_ns if self._loads else request.recomputed_ns
+            self._latency.append(record.end_ns - record.arrival_ns)
+            self._alone_ns += self._estimate_ns(request)
         self._busy_ns += world.busy_ns
         self._stall_ns += world.stall_ns
         self._link_ns += world.link.busy_ns
@@ -198,7 +201,6 @@ def remarks(routing: Routing, arms: Sequence[ArmResult], kv_capacity_tokens: int
             f"{len(routing.excluded)} requests lie outside the profile and were left out (prompts up to {longest:,} "
             f"tokens); the JSON lists them."
         )
-    said.append("Stores use the other direction of the link and are not simulated.")
     return said
 
 

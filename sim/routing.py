@@ -17,9 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from lamella.reference.profile import DeviceProfile, Graphs
-from lamella.reference.tables import MeasuredCompute
 from lamella.sim.host_pool import PrefixPool
+from lamella.sim.strategies import CHUNK_MAJOR, Device
 from lamella.sim.workload import TRACE_CHUNK_TOKENS, TraceRequest
 
 BLOCK_TOKENS: Final = 16
@@ -39,7 +38,6 @@ class RoutedRequest(NamedTuple):
         cached_tokens: prompt tokens that need not be computed.
         loaded_tokens: those of them that come from the host pool over the link.
         alone_ns: estimate of its time to first token on an idle instance, loading chunk-major.
-        recomputed_ns: the same, computing the whole prompt.
     """
 
     position: int
@@ -50,7 +48,6 @@ class RoutedRequest(NamedTuple):
     new_tokens: int
     output_tokens: int
     alone_ns: int
-    recomputed_ns: int
 
 
 class ExcludedRequest(NamedTuple):
@@ -109,7 +106,7 @@ class PoolSizes:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
 
 
-def route(trace: Sequence[TraceRequest], profile: DeviceProfile, num_instances: int, sizes: PoolSizes) -> Routing:
+def route(trace: Sequence[TraceRequest], device: Device, num_instances: int, sizes: PoolSizes) -> Routing:
     """The trace over that many instances, by the rule of this module.
 
     Raises:
@@ -117,7 +114,7 @@ def route(trace: Sequence[TraceRequest], profile: DeviceProfile, num_instances: 
     """
     if not 1 <= num_instances <= MAX_INSTANCES:
         raise ValueError(f"instances must be between 1 and {MAX_INSTANCES}, got {num_instances}")
-    estimate = _Estimate(profile)
+    profile = device.profile
     chunk_bytes = TRACE_CHUNK_TOKENS * profile.token_bytes
     instances = [
         _Instance(PrefixPool(sizes.host_bytes, chunk_bytes), PrefixPool(sizes.gpu_bytes, chunk_bytes))
@@ -141,35 +138,31 @@ def route(trace: Sequence[TraceRequest], profile: DeviceProfile, num_instances: 
         usable = (request.input_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
         cached, here = (min(held * TRACE_CHUNK_TOKENS, usable) for held in instance.use(chunks))
         new = request.input_tokens - cached
-        prefill = estimate.prefill_ns(cached, new)
+        prefill = device.prefill_ns(cached, new)
         begin = max(now, instance.free_ns)
-        instance.free_ns = begin + prefill + estimate.decode_ns(request.input_tokens, request.output_tokens)
+        instance.free_ns = begin + prefill + _decode_share_ns(device, request.input_tokens, request.output_tokens)
         heapq.heappush(filling, (begin + prefill, number, chunks))
         gpu_ns += instance.free_ns - begin
-        admitted = profile.engine.admit_ns(request.input_tokens)
-        alone = admitted + estimate.load_ns(cached - here) + prefill
-        recomputed = admitted + (estimate.prefill_ns(0, request.input_tokens) if cached else prefill)
+        alone = profile.engine.admit_ns(request.input_tokens) + device.transfer_ns(cached - here) + prefill
         loaded_bytes += (cached - here) * profile.token_bytes
-        routed.append(
-            RoutedRequest(position, number, now, cached, cached - here, new, request.output_tokens, alone, recomputed)
-        )
+        routed.append(RoutedRequest(position, number, now, cached, cached - here, new, request.output_tokens, alone))
     span = max(1, trace[-1].arrival_ns - trace[0].arrival_ns) if trace else 1
     link_ns = loaded_bytes * 1e9 / profile.wire.h2d_bytes_per_s
     share = 1 / (span * num_instances)
     return Routing(num_instances, tuple(routed), tuple(excluded), span, gpu_ns * share, link_ns * share)
 
 
-def choose_instances(trace: Sequence[TraceRequest], profile: DeviceProfile, sizes: PoolSizes) -> Routing:
+def choose_instances(trace: Sequence[TraceRequest], device: Device, sizes: PoolSizes) -> Routing:
     """The routing over the fewest tried instances that are estimated to be busy for at most `TARGET_LOAD`.
 
     Raises:
         ValueError: more than MAX_INSTANCES would be needed.
     """
     if len(trace) < 2:
-        return route(trace, profile, 1, sizes)
+        return route(trace, device, 1, sizes)
     num_instances = 1
     while True:
-        routing = route(trace, profile, num_instances, sizes)
+        routing = route(trace, device, num_instances, sizes)
         load = max(routing.gpu_load, routing.link_load)
         if load <= TARGET_LOAD:
             return routing
@@ -210,30 +203,8 @@ def _choose(instances: Sequence[_Instance], chunks: Sequence[int], now_ns: int) 
     return min(open_to, key=lambda i: (-instances[i].held_prefix(chunks), max(now_ns, instances[i].free_ns), i))
 
 
-class _Estimate:
-    """What a request costs an instance, without simulating it."""
-
-    def __init__(self, profile: DeviceProfile) -> None:
-        self._compute: MeasuredCompute = profile.compute(Graphs.FULL)
-        self._budget = profile.engine.token_budget
-        self._ns_per_token = profile.token_bytes * 1e9 / profile.wire.h2d_bytes_per_s
-
-    def load_ns(self, tokens: int) -> int:
-        """The wire time of that many tokens."""
-        return round(tokens * self._ns_per_token)
-
-    def prefill_ns(self, cached: int, new: int) -> int:
-        """The prefill alone, in steps of the token budget."""
-        total = 0
-        while new > 0:
-            tokens = min(new, self._budget)
-            total += self._compute.step_ns([(cached, tokens)], 0, 0)
-            cached += tokens
-            new -= tokens
-        return total
-
-    def decode_ns(self, prompt_tokens: int, output_tokens: int) -> int:
-        """Its share of decode steps of a nominal batch of its like."""
-        batch = NOMINAL_DECODE_BATCH
-        steps = self._compute.decode_ns(batch, batch * prompt_tokens, output_tokens - 1)
-        return steps // batch
+def _decode_share_ns(device: Device, prompt_tokens: int, output_tokens: int) -> int:
+    """What a request's decoding costs its instance: its share of the steps of a nominal batch of its like."""
+    batch = NOMINAL_DECODE_BATCH
+    steps = device.compute(CHUNK_MAJOR).decode_ns(batch, batch * prompt_tokens, output_tokens - 1)
+    return steps // batch
