@@ -58,6 +58,19 @@ class Clock:
         event = _Action(self._environment, action)
         self._environment.schedule(event, EventPriority(phase), delay)
 
+    def soon(self, phase: Phase, action: Callable[[], Any]) -> None:
+        """`action` runs in this instant, in that phase: at once if nothing that comes before it is left.
+
+        Only as the last thing an action does, since what it schedules afterwards would come too late. It saves an
+        event.
+        """
+        environment = self._environment
+        queue = environment._queue
+        if queue and queue[0][:2] < (environment._now, phase):
+            self.at(self.now_ns, phase, action)
+        else:
+            action()
+
     def run(self) -> None:
         """Runs until nothing is scheduled any more."""
         step = self._environment.step

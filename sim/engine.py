@@ -107,7 +107,6 @@ class Engine:
         gate = job.gate
         assert gate is not None, "only a submitted load lands"
         now = self._clock.now_ns
-        was_released = gate.released
         gate.record(part, now, generation=gate.generation)
         gate.mark_landed(part, generation=gate.generation)
         if part == 0:
@@ -119,7 +118,8 @@ class Engine:
                 self._advance_layers()
             if gate.all_landed:
                 self._scheduler.landing.pop(job.sequence, None)
-        elif gate.released and not was_released and not self._release.needs_forecast:
+        elif gate.released and not job.due and not self._release.needs_forecast:
+            job.due = True
             self._due.append(job)
             self._look_soon()
 

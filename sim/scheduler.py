@@ -93,6 +93,7 @@ class Job:
         "caused_ns",
         "computed_tokens",
         "done_at_step",
+        "due",
         "first_layer_ns",
         "first_token_ns",
         "gate",
@@ -115,6 +116,7 @@ class Job:
         self.released_ns = self.started_ns = self.first_token_ns = -1
         self.gate: LayerArrivalGate[int] | None = None  # its events are landing instants
         self.transfer: Transfer | None = None
+        self.due = False  # enough layers have landed; the next poll releases it
         self.computed_tokens = 0
         self.done_at_step = 0
         self.caused_ns = 0

@@ -126,7 +126,9 @@ class Link:
         transfer.keys = self._order.keys(transfer.submission)
         if transfer.keys:
             heapq.heappush(self._heads, transfer.head())
-            self._choose_soon()
+            if self._carrying is None and not self._choosing:
+                self._choosing = True
+                self._clock.at(self._clock.now_ns, Phase.CHOOSE, self._choose)
 
     def forecast_ns(self) -> dict[int, list[int]]:
         """Per sequence number, when the slices that have not landed will, if nothing else is submitted."""
@@ -146,14 +148,9 @@ class Link:
                 heapq.heappop(heads)
         return landings
 
-    def _choose_soon(self) -> None:
-        if self._carrying is None and not self._choosing:
-            self._choosing = True
-            self._clock.at(self._clock.now_ns, Phase.CHOOSE, self._choose)
-
     def _choose(self) -> None:
         self._choosing = False
-        _, _, _, transfer = heapq.heappop(self._heads)
+        transfer = heapq.heappop(self._heads)[3]
         part = transfer.begin()
         self._round = transfer.submission.round + part
         slice_ns = transfer.load.slice_ns[part]
@@ -170,6 +167,7 @@ class Link:
         self._carrying = None
         self.carried_bytes += transfer.load.slice_bytes[part]
         transfer.landing_ns.append(landing_ns)
-        if self._heads:
-            self._choose_soon()
         transfer.on_landed(part)
+        if self._heads and not self._choosing:
+            self._choosing = True
+            self._clock.soon(Phase.CHOOSE, self._choose)

@@ -2,12 +2,11 @@
 
 How to drive it::
 
-    world = World(compute, order=Fifo(), release=First())      # settings=EngineSettings(...) for budget, poll, delay
-    world.arrive_at(instant_ns, Request(cached_tokens=15_152, new_tokens=768, output_tokens=50, load=load))    # open
-    arrivals records = world.run()
-
-    world.loop_closed(users=4, requests=iterable_of_requests)  # or: C users, each asks again when its answer is
-    complete records = world.run()
+    world = World(compute, order=Fifo(), release=First())       # settings=EngineSettings(...): budget, poll, delay
+    request = Request(cached_tokens=15_152, new_tokens=768, output_tokens=50, load=load)
+    world.arrive_at(instant_ns, request)                        # open arrivals, or
+    world.loop_closed(users=4, requests=[request] * 100)        # each user asks again when its answer is complete
+    records = world.run()
 
 - `load` comes from `plan_load(plan_slices(num_layers, width), layer_bytes, bytes_per_s, fixed_ns)`. Chunk-major is one
   slice of all layers with `Whole()`; recomputing is `cached_tokens=0` and no load.
