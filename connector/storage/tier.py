@@ -1,0 +1,90 @@
+"""What a storage tier is: whole objects in, byte ranges out.
+
+A slice of layers is a few ranges of an object (`LayerKey.ranges`), so any store that reads ranges serves layer by
+layer: files by offset, Redis by GETRANGE, S3 by ranged GET.
+
+Contracts, which `tests/connector/tier_laws.py` checks of every tier:
+
+- TIER-1 an object is visible whole or not at all: `exists` never says yes to one whose `put` has not ended, whatever
+  died in between.
+- TIER-2 a key's bytes never change: keys name content, so putting a key again changes nothing.
+- TIER-3 a range is filled wholly or the call raises; a caller may then not read what it passed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lamella.reference.keys import ChunkKey
+from lamella.reference.layout import ByteRange
+
+
+class TierError(Exception):
+    """The tier cannot serve now: unreachable, full, or an object of it is damaged. The message says which and why."""
+
+
+class Tier(Protocol):
+    """One store of objects, of one length each. Its methods may be called by several threads at once, and may block.
+
+    The caller owns every buffer it passes and leaves it alone until the call returns; a tier keeps none.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short, for logs and reports."""
+        ...
+
+    def exists(self, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
+        """Which of these objects could be read now; one round trip for all of them where the store has round trips.
+
+        Raises:
+            TierError: the tier cannot say.
+        """
+        ...
+
+    def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+        """`into[i]` holds range `i` of the object.
+
+        Raises:
+            KeyError: there is no such object (any more).
+            TierError: it cannot be read.
+            ValueError: a range outside the object, or a buffer of another length than its range.
+        """
+        ...
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        """The object is there, for other processes and after a crash of this one too.
+
+        Raises:
+            TierError: it could not be kept; nothing of it is visible then.
+            ValueError: data that is not one object long.
+        """
+        ...
+
+    def delete(self, key: ChunkKey) -> bool:
+        """The object is gone; False if there was none.
+
+        Raises:
+            TierError: the tier cannot say.
+        """
+        ...
+
+    def close(self) -> None:
+        """What the tier held open is closed. A second call does nothing."""
+        ...
+
+
+def check_ranges(ranges: Sequence[ByteRange], into: Sequence[memoryview], object_bytes: int) -> None:
+    """Every range lies in the object and has a buffer of its length.
+
+    Raises:
+        ValueError: the first that does not.
+    """
+    if len(ranges) != len(into):
+        raise ValueError(f"each range needs a buffer, got {len(ranges)} ranges and {len(into)} buffers")
+    for wanted, buffer in zip(ranges, into, strict=True):
+        if wanted.offset < 0 or wanted.num_bytes < 1 or wanted.offset + wanted.num_bytes > object_bytes:
+            raise ValueError(f"{wanted} is outside an object of {object_bytes} bytes")
+        if buffer.nbytes != wanted.num_bytes:
+            raise ValueError(f"the buffer of {wanted} holds {buffer.nbytes} bytes")
