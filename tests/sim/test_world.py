@@ -265,6 +265,17 @@ def test_within_an_instant_actions_run_by_phase_and_may_go_back_to_an_earlier_on
     assert seen == ["happen", "choose", "form", "happen again", "form again"]
 
 
+def test_soon_is_at_once_unless_something_of_the_instant_comes_before() -> None:
+    for phase, order in ((Phase.HAPPEN, ["other", "chosen"]), (Phase.FORM, ["chosen", "other"])):
+        clock, seen = Clock(), []
+        clock.at(
+            5, Phase.HAPPEN, lambda clock=clock, seen=seen: clock.soon(Phase.CHOOSE, lambda: seen.append("chosen"))
+        )
+        clock.at(5, phase, lambda seen=seen: seen.append("other"))
+        clock.run()
+        assert seen == order
+
+
 def test_the_past_is_refused() -> None:
     clock = Clock()
     clock.at(5, Phase.HAPPEN, lambda: None)
