@@ -283,7 +283,7 @@ def profile_from_mapping(mapping: Mapping[str, object]) -> DeviceProfile:
         TypeError: a value of another type; the message names the key.
     """
     version = mapping.get("schema_version")
-    if version != SCHEMA_VERSION:
+    if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"profile.schema_version must be {SCHEMA_VERSION}, got {version!r}; convert the file")
     rest = {key: value for key, value in mapping.items() if key != "schema_version"}
     return read_record(DeviceProfile, rest, "profile")
