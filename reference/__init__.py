@@ -10,7 +10,17 @@ XFER-5  A slice is complete only with its last window, and slices complete in la
 KEY-1   Two objects share a key only if their bytes mean the same: same tokens and prefix, model, dtype, object form
         and inner layout, rank, layers and tenant.
 REL-1   A request is released exactly once.
-REL-2   No layer is read before it landed.
+REL-2   No layer is read before it landed: a step waits for every released load, whether or not it is in the batch.
+REL-3   No policy releases a request before its first layer has landed: an engine that starts on nothing only stalls.
+REL-4   A layer that lands earlier never makes a release later.
+ARR-1   landed <= recorded <= slices, and neither count falls within a generation.
+ARR-3   A step waits for each slice at most once, and every layer's wait comes before its read.
+ORD-1   Slices of one request leave in order: only its next slice competes, so keys need not rise within a request.
+ORD-2   A slice that began is finished: the link is preempted between slices, never inside one.
+ORD-3   An order key fits a signed 64-bit integer, because the native thread keeps it in one.
+TIME-1  One request alone takes at least the longer of transfer and prefill, and at most their sum, overheads apart.
+TIME-2  The width of all layers with whole release is chunk-major exactly.
+TIME-3  Without a request, no other's landing is later under FIFO.
 SAFE-2  What a former owner of a slot or an id still records releases nothing of the present one.
 """
 

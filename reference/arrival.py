@@ -12,12 +12,7 @@ engine's blocks. A request is released once enough **layers** have landed, while
 The gate is pure state: no clock, no lock, and the event is whatever the owner uses (a CUDA event, a simulated instant).
 A sender thread records, an engine thread asks; whoever owns the gate brings the one lock.
 
-Invariants:
-
-- ARR-1 landed <= recorded <= slices, and neither count ever falls within a generation.
-- ARR-2 a record or landing of another generation changes nothing (SAFE-2): a slot is reused, and a late slice of its
-  former owner must release nobody.
-- ARR-3 in one step each slice is waited for at most once, and every layer's wait comes before its read.
+Contracts: ARR-1, ARR-3 and SAFE-2 of `lamella.reference`.
 """
 
 from __future__ import annotations

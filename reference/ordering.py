@@ -5,12 +5,7 @@ owner of a link (the native copy thread, the simulator's link, the recursion) ta
 slices of the submitted requests, and breaks a tie by (sequence, slice index). So no policy code runs on the hot path,
 and what was simulated is what is deployed.
 
-Invariants, whatever the policy:
-
-- ORD-1 the slices of one request leave in order. Only a request's *next* slice competes, so a key need not rise within
-  a request.
-- ORD-2 a slice that began is finished: the link is preempted between slices, never inside one.
-- ORD-3 a key fits a signed 64-bit integer, because the native thread keeps it in one.
+Contracts, whatever the policy: ORD-1, ORD-2, ORD-3 of `lamella.reference`.
 """
 
 from __future__ import annotations

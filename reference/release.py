@@ -4,10 +4,7 @@ To release a request is to tell the engine that it may put it into a batch, whil
 wire. A policy answers with an instant, not with yes or no, so that whoever polls can compare it with its clock and
 whoever sleeps knows until when. It is pure: everything it may know is in the `ReleaseView`.
 
-Invariants, whatever the policy:
-
-- RLS-1 never before the first layer has landed: an engine that starts on nothing only stalls.
-- RLS-2 more landed never releases later: with the same clock, an earlier `arrival_ns` gives an earlier or equal answer.
+Contracts, whatever the policy: REL-3, REL-4 of `lamella.reference`.
 """
 
 from __future__ import annotations

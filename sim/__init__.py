@@ -1,4 +1,13 @@
-"""The model: a discrete-event world that runs the same policies as the engine, on SimPy clocks."""
+"""The model: a discrete-event world that runs the same policies as the engine, on SimPy clocks.
+
+Numbered contracts, defended by the tests that cite them:
+
+SIM-1   Where the recursion of `lamella.reference.timeline` has an answer, the world gives the same to the nanosecond.
+SIM-2   A stretch of decode steps run as one event is what its steps are, to the nanosecond.
+SIM-3   What went in comes out: requests, tokens and bytes.
+SIM-4   The same requests and seed give the same records.
+SIM-5   Where the profile was not measured nothing is answered, unless extrapolation was asked for.
+"""
 
 if __name__ != "lamella.sim":
     raise ImportError(f"import lamella.sim, not {__name__}: a second module object would have its own types")

@@ -1,4 +1,4 @@
-"""The world is right: to the nanosecond what the recursion says, and wrong worlds are told apart by the same check."""
+"""SIM-1: the world is to the nanosecond what the recursion says, and wrong worlds are told apart by the same check."""
 
 import heapq
 import random
