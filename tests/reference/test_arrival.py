@@ -1,4 +1,4 @@
-"""The arrival gate: who is released, what a step waits for, and whose slices count."""
+"""The arrival gate: who is released, what a step waits for, whose slices count (ARR-1, ARR-3, SAFE-2)."""
 
 import pytest
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Order policies: keys are small integers fixed at submission, and the smallest key wins."""
+"""Order policies: keys are integers fixed at submission (ORD-3), and the smallest key wins."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Release policies: the instant from which a request may run."""
+"""Release policies: the instant from which a request may run (REL-3, REL-4)."""
 
 import re
 

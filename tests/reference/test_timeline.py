@@ -1,4 +1,4 @@
-"""The recursion: small cases worked out by hand, and the laws any schedule must obey."""
+"""The recursion: cases worked out by hand, and the laws any schedule obeys (TIME-1 .. 3, ORD-1, ORD-2, REL-2)."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Strategies, the map of regimes and the closed loop: what they answer, and that the answers are not made up."""
+"""Strategies, the map of regimes and the closed loop: what they answer, and what they refuse to (SIM-5)."""
 
 import random
 import time

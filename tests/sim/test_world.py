@@ -1,5 +1,4 @@
-"""The world beyond the recursion: decoding, bystanders, submission at the poll, closed loops, and stretches as one
-event."""
+"""The world beyond the recursion (SIM-2, SIM-3, SIM-4): decoding, bystanders, submission, closed loops, stretches."""
 
 import random
 from collections.abc import Sequence
