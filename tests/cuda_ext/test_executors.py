@@ -68,7 +68,7 @@ each_executor = pytest.mark.parametrize("executor", every_executor(), ids=lambda
 each_method = pytest.mark.parametrize("method", Method, ids=lambda method: method.value)
 
 
-@pytest.mark.known_fault(53, 61)
+@pytest.mark.known_fault(61)
 @each_executor
 @each_method
 def test_a_token_lands_where_its_block_says_and_nowhere_else(executor: Executor, method: Method) -> None:
