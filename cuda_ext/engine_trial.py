@@ -65,6 +65,16 @@ class PlacedTrial:
             for layout in self.trial.arena.engines(self._engine_before)
         )
 
+    @property
+    def engine_address(self) -> int:
+        """Where the blocks' buffer begins on the device."""
+        return self._memory.address
+
+    @property
+    def engine_bytes(self) -> int:
+        """Bytes of the blocks' buffer."""
+        return self._engine_before.nbytes
+
     def objects(self, request: int) -> HostObjects:
         """One request's objects at their place in registered memory."""
         addresses = self.trial.arena.object_addresses(self._host, request)
