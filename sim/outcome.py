@@ -196,10 +196,11 @@ def remarks(routing: Routing, arms: Sequence[ArmResult], kv_capacity_tokens: int
                 f"well."
             )
     if routing.excluded:
+        count = len(routing.excluded)
         longest = max(request.input_tokens for request in routing.excluded)
         said.append(
-            f"{len(routing.excluded)} requests lie outside the profile and were left out (prompts up to {longest:,} "
-            f"tokens); the JSON lists them."
+            f"{count} request{' lies' if count == 1 else 's lie'} outside the profile and had to be left out (prompts "
+            f"up to {longest:,} tokens); the JSON lists them."
         )
     return said
 

@@ -12,6 +12,7 @@ from typing import Final
 
 from lamella.reference.ordering import Fifo, RoundRobin
 from lamella.reference.release import First, JustInTime
+from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
 from lamella.sim.outcome import ArmResult, Tally, judge
 from lamella.sim.routing import RoutedRequest, Routing
@@ -99,10 +100,11 @@ class _Loader:
         self._strategy = strategy
         self._width = width
         self._loads: dict[int, Load] = {}
+        if width is not None:
+            plan_slices(device.profile.num_layers, width)  # an impossible width is refused before anything runs
         self.name = str(strategy)
         if strategy.layerwise:
             self.name = f"{strategy.order.name}/{'auto' if width is None else width}/{strategy.release}"
-            device.load(1, self._with_width(1))  # an impossible width is refused before anything runs
 
     def alone_ns(self, routed: RoutedRequest) -> int:
         """What the request's time to first token would be on an idle instance, without overlap."""
