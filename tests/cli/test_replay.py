@@ -1,0 +1,146 @@
+"""`lamella replay` gives a table and a verdict, says what it assumed, and answers bad input with a sentence."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lamella.cli.main import build_app
+from lamella.sim.workload import TraceRequest, generate_conversations
+
+
+def run(*arguments: str, trace_variable: str = "") -> Result:
+    return CliRunner().invoke(build_app(), ["replay", *arguments], env={"LAMELLA_TRACE": trace_variable})
+
+
+def write_trace(path: Path, requests: list[TraceRequest]) -> Path:
+    lines = [
+        json.dumps(
+            {
+                "timestamp": request.arrival_ns // 1_000_000,
+                "input_length": request.input_tokens,
+                "output_length": request.output_tokens,
+                "hash_ids": list(request.chunk_ids),
+            }
+        )
+        for request in requests
+    ]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    beyond = TraceRequest(10**12, 150_000, 3, tuple(range(10**7, 10**7 + 293)))
+    return write_trace(tmp_path / "chats.jsonl", [*generate_conversations(1, 10), beyond])
+
+
+def document(path: Path) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_it_names_trace_instances_profile_and_arms_and_ends_with_a_verdict(trace: Path) -> None:
+    result = run(str(trace))
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.strip().splitlines()
+    assert lines[0].startswith("chats.jsonl: ")
+    assert "over 1 instance" in lines[0]
+    assert "(chosen for a load of at most 50%" in lines[0]
+    for arm in ("chunk-major", "round_robin/auto/first", "fifo/auto/first", "fifo/auto/jit:step", "recompute"):
+        assert any(line.startswith(arm) for line in lines)
+    assert lines[-1].startswith(("Use ", "Leave it off: "))
+    assert any("1 request lies outside the profile" in line for line in lines)
+
+
+def test_progress_and_speed_go_to_stderr(trace: Path) -> None:
+    result = run(str(trace))
+    assert "times real time" in result.stderr
+    assert "replaying" in result.stderr
+    assert "replaying" not in result.stdout
+
+
+def test_the_document_holds_everything_the_table_shows_and_the_excluded_requests(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run(str(trace), "--instances", "2", "--json", str(out)).exit_code == 0
+    found = document(out)
+    assert (found["schema_version"], found["kind"]) == (1, "lamella.replay")
+    assert found["routing"]["instances"] == 2
+    assert found["settings"]["instances_chosen"] is False
+    (excluded,) = found["routing"]["excluded"]
+    assert excluded["input_tokens"] == 150_000
+    assert [arm["num_requests"] for arm in found["arms"]] == [found["routing"]["requests"]] * 5
+    for arm in found["arms"]:
+        assert set(arm["ttft"]) == {"mean_ns", "p50_ns", "p90_ns", "p99_ns"}
+        assert isinstance(arm["saturated"], bool)
+    assert found["profile"]["sources"]
+    assert found["verdict"]
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+    outs = [tmp_path / f"{i}.json" for i in range(3)]
+    for out, seed in zip(outs, ("4", "4", "5"), strict=True):
+        assert run("--seed", seed, "--limit", "40", "--json", str(out)).exit_code == 0
+    first, second, third = (out.read_bytes() for out in outs)
+    assert first == second != third
+
+
+def test_without_a_trace_it_says_that_the_sample_is_generated() -> None:
+    assert "a generated sample of conversations (no trace given; seed 0)" in run("--limit", "5").stdout
+
+
+def test_the_trace_can_be_named_by_the_environment(trace: Path) -> None:
+    assert run("--limit", "5", trace_variable=str(trace)).stdout.startswith("chats.jsonl: 5 requests")
+
+
+def test_a_rate_that_one_gpu_cannot_carry_is_called_saturated(trace: Path) -> None:
+    assert "saturated" in run(str(trace), "--instances", "1", "--rate-scale", "100").stdout
+
+
+def test_without_a_pool_every_arm_does_the_same_work(trace: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    assert run(str(trace), "--pool-gib", "0", "--json", str(out)).exit_code == 0
+    found = document(out)
+    assert found["routing"]["hit_share"] == 0
+    assert (
+        len({arm["ttft"]["p50_ns"] for arm in found["arms"] if "first" not in arm["arm"] and "jit" not in arm["arm"]})
+        == 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--instances", "0"], "instances must be between 1 and 1024, got 0"),
+        (["--width", "33"], "width must be between 1 and 32 layers, got 33"),
+        (["--width", "0"], "width must be between 1 and 32 layers, got 0"),
+        (["--rate-scale", "0"], "rate_scale must be positive, got 0"),
+        (["--pool-gib", "-1"], "host_bytes must be at least 0"),
+        (["--limit", "0"], "limit must be at least 1, got 0"),
+        (["--profile", "h300"], "no profile 'h300'; shipped: h200-llama-3.1-8b"),
+        (["--json", "/no/such/folder/out.json"], "No such file or directory"),
+    ],
+)
+def test_bad_input_gets_one_sentence_and_exit_code_2(trace: Path, arguments: list[str], message: str) -> None:
+    result = run(str(trace), *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr.replace("\n", " ")
+    assert "Traceback" not in result.output
+
+
+def test_a_broken_line_gets_its_number_a_remedy_and_exit_code_2(trace: Path) -> None:
+    with trace.open("a") as lines:
+        lines.write('{"timestamp": 5\n')
+    number = len(trace.read_text().splitlines())
+    result = run(str(trace))
+    assert result.exit_code == 2
+    assert f"line {number}: not JSON" in result.stderr
+    assert "repair or remove the line" in result.stderr
+
+
+def test_a_trace_that_is_not_there_gets_exit_code_2(tmp_path: Path) -> None:
+    result = run(str(tmp_path / "none.jsonl"))
+    assert result.exit_code == 2
+    assert "No such file" in result.stderr
