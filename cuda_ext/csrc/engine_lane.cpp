@@ -107,6 +107,7 @@ bool Lane::close(const std::string& reason, std::int64_t deadline_ns) {
   if (!answered_.wait_until(lock, until, [this] { return ended_; })) return false;
   lock.unlock();
   if (thread_.joinable()) thread_.join();
+  channel_.reset();  // and with it the staging ring
   return true;
 }
 
@@ -164,7 +165,11 @@ void Lane::run() {
   prctl(PR_SET_TIMERSLACK, 1000UL, 0UL, 0UL, 0UL);  // the default, 50 µs, is a third of a window
   prctl(PR_SET_NAME, direction_ == LM_RETRIEVE ? "lamella-h2d" : "lamella-d2h", 0UL, 0UL, 0UL);
 #endif
-  channel_->attach_thread();
+  try {
+    channel_->attach_thread();
+  } catch (const DeviceFailure& failure) {
+    fail_all(failure.what());
+  }
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     take_inbox(lock);
@@ -258,6 +263,7 @@ void Lane::finish(const std::shared_ptr<Transfer>& transfer) {
     }
   }
   transfer->finish();
+  transfer->tables.reset();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --status_.live;
@@ -385,6 +391,7 @@ bool Lane::issue_next() {
     window->count_address = transfer.count_address;
     window->count_value = count_word(transfer.generation, window->slice + 1);
   }
+  window->alone = in_flight_.empty();
   window->issued_ns = now_ns();
   const std::int64_t start = in_flight_.empty() ? window->issued_ns
                                                 : std::max(window->issued_ns, in_flight_.back()->expected_ns);
