@@ -161,9 +161,12 @@ class DeviceMemory:
         """The first bytes are those at host address `source`."""
         self._device._call("lm_memory_copy", self.address, source, self._whole(num_bytes))
 
-    def read(self, target: int, num_bytes: int | None = None) -> None:
-        """The bytes at host address `target` are the first ones here."""
-        self._device._call("lm_memory_copy", target, self.address, self._whole(num_bytes))
+    def read(self, target: int, num_bytes: int | None = None, offset: int = 0) -> None:
+        """The bytes at host address `target` are those from `offset` on here; by default all of them."""
+        size = self.num_bytes - offset if num_bytes is None else num_bytes
+        if not 0 <= offset <= offset + size <= self.num_bytes:
+            raise ValueError(f"offset and num_bytes must stay within {self.num_bytes}, got {offset} and {size}")
+        self._device._call("lm_memory_copy", target, self.address + offset, size)
 
     def close(self) -> None:
         """Freed; no copy may still use it. A second call does nothing."""

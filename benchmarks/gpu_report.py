@@ -1,0 +1,194 @@
+#!/usr/bin/env python3
+"""Everything that only a GPU can show, in one run: tests, a memory checker, planted faults, stress, figures.
+
+  gpu_report.py [--device cuda:0] [--out out] [--steps tests,sanitizer,mutants,stress,bench,calibrate]
+                [--stress-seconds 240] [--arch native]
+
+Run it from the root of a checkout, in an environment that has Lamella with its CUDA library, torch and the dev extra.
+Writes OUT/gpu-report.json, OUT/bench-transfer.json and OUT/profile.json. The report carries a digest of the native
+sources; copied to benchmarks/results/gpu-report.json it is what `make test` compares with the sources it finds.
+
+Steps that must have the GPU to themselves (bench, calibrate) come last; before them stress runs beside the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lamella.cuda_ext.device import Device
+from lamella.cuda_ext.provenance import provenance_of
+
+ROOT = Path(__file__).resolve().parents[1]
+STEPS = ("tests", "sanitizer", "mutants", "stress", "bench", "calibrate")
+LAWS = "tests/gpu/test_engine_laws.py"
+SANITIZED = "each_method or left_to_itself or straight_into_blocks"
+
+
+def run(command: list[str], log: Path, timeout_s: float, **variables: str) -> int:
+    """Exit code, 124 past the limit; output goes to `log`."""
+    with log.open("w") as output:
+        try:
+            environment = {**os.environ, "PYTHONUNBUFFERED": "1", **variables}
+            done = subprocess.run(
+                command,
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                timeout=timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return 124
+    return done.returncode
+
+
+def pytest_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *arguments]
+
+
+def junit(path: Path) -> dict[str, Any]:
+    """Counts and names out of a junit file; a file that was not written counts as a failure of its own."""
+    if not path.is_file():
+        return {"passed": 0, "failed": ["no report was written"], "skipped": []}
+    found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
+    for case in ElementTree.parse(path).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        if case.find("failure") is not None or case.find("error") is not None:
+            found["failed"].append(name)
+        elif (skip := case.find("skipped")) is not None:
+            found["skipped"].append(f"{name}: {skip.get('message')}")
+        else:
+            found["passed"] += 1
+    return found
+
+
+def step_tests(out: Path, _: argparse.Namespace) -> dict[str, Any]:
+    start = time.monotonic()
+    path = out / "gpu-tests.xml"
+    code = run(
+        pytest_command("tests/gpu", "tests/cuda_ext", f"--junitxml={path}"),
+        out / "gpu-tests.log",
+        400,
+        HYPOTHESIS_PROFILE="ci",
+    )
+    return {**junit(path), "exit_code": code, "seconds": round(time.monotonic() - start, 1)}
+
+
+def step_sanitizer(out: Path, _: argparse.Namespace) -> dict[str, Any]:
+    """The laws' own properties, fewer examples, under compute-sanitizer."""
+    found = {}
+    for tool in ("memcheck", "initcheck"):
+        log, path = out / f"{tool}.log", out / f"{tool}.xml"
+        command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
+        code = run(
+            command + pytest_command(LAWS, "-k", SANITIZED, f"--junitxml={path}"), log, 300, HYPOTHESIS_PROFILE="dev"
+        )
+        summaries = re.findall(r"ERROR SUMMARY: (\d+) error", log.read_text())
+        found[tool] = {"exit_code": code, "errors": sum(map(int, summaries)) if summaries else None, **junit(path)}
+    return found
+
+
+def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Faults planted into the header that kernels and planner share, each built and tried with the laws on the GPU."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from mutants import HEADER, MUTANTS, plant  # type: ignore[import-not-found]
+
+    def try_one(mutant: Any) -> dict[str, Any]:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = Path(temporary)
+            package = plant(mutant, folder)
+            build, log = folder / "build", out / f"mutant-{abs(hash(mutant.name)) % 10**8}.log"
+            configure = ["cmake", "-S", str(package / "cuda_ext"), "-B", str(build), "-DLAMELLA_CUDA=ON"]
+            configure += [f"-DCMAKE_CUDA_ARCHITECTURES={options.arch}", "-DCMAKE_BUILD_TYPE=Release"]
+            built = run(configure, log, 60) or run(["cmake", "--build", str(build), "-j2"], log, 300)
+            if built:
+                return {"name": mutant.name, "killed": False, "why": f"did not build: {log.read_text()[-300:]}"}
+            path = folder / "laws.xml"
+            run(
+                pytest_command(LAWS, "-x", f"--junitxml={path}"),
+                log,
+                200,
+                LAMELLA_LIBRARY_DIR=str(build),
+                HYPOTHESIS_PROFILE="ci",
+            )
+            log.unlink()
+            failed = junit(path)["failed"]
+            return {"name": mutant.name, "killed": bool(failed), "why": failed[0] if failed else "every law held"}
+
+    with ThreadPoolExecutor(max(1, min(6, len(os.sched_getaffinity(0)) // 2))) as pool:
+        return list(pool.map(try_one, [mutant for mutant in MUTANTS if mutant.path == HEADER]))
+
+
+def step_stress(out: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    path = out / f"stress-{seed}.json"
+    command = [sys.executable, "tests/stress.py", "--device", options.device, "--seconds", str(options.stress_seconds)]
+    code = run(
+        [*command, "--seed", str(seed), "--json", str(path)], out / f"stress-{seed}.log", options.stress_seconds + 90
+    )
+    if not path.is_file():
+        log = (out / f"stress-{seed}.log").read_text()
+        return {"seed": seed, "exit_code": code, "problems": [f"no report: {log[-600:]}"]}
+    found: dict[str, Any] = json.loads(path.read_text())
+    return {**found, "exit_code": code}
+
+
+def lamella(out: Path, *arguments: str) -> None:
+    """One of our own commands; its tables go to this program's output as well."""
+    log = out / f"{arguments[0]}.log"
+    code = run([sys.executable, "-c", "from lamella.cli.main import main; main()", *arguments], log, 400)
+    print(log.read_text())
+    if code:
+        print(f"lamella {' '.join(arguments)} ended with {code}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--out", type=Path, default=ROOT / "out")
+    parser.add_argument("--steps", default=",".join(STEPS))
+    parser.add_argument("--stress-seconds", type=float, default=240)
+    parser.add_argument("--arch", default="native", help="CUDA architecture that planted faults are built for")
+    parser.add_argument("--bench-options", default="", help="further options of lamella bench transfer")
+    options = parser.parse_args()
+    steps = options.steps.split(",")
+    if unknown := set(steps) - set(STEPS):
+        parser.error(f"steps are {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    provenance = provenance_of(Device(options.device), ["benchmarks/gpu_report.py", *sys.argv[1:]], ROOT)
+    report: dict[str, Any] = {"schema_version": 1, "provenance": asdict(provenance)}
+    with ThreadPoolExecutor(2) as beside:
+        stress: list[Future[dict[str, Any]]] = []
+        if "stress" in steps:
+            stress = [beside.submit(step_stress, out, options, seed) for seed in (1, 2)]
+        for name, step in (("tests", step_tests), ("sanitizer", step_sanitizer), ("mutants", step_mutants)):
+            if name in steps:
+                report[name] = step(out, options)
+                print(name, json.dumps(report[name])[:1500], flush=True)
+        if stress:
+            report["stress"] = [future.result() for future in stress]
+            print("stress", json.dumps(report["stress"]), flush=True)
+    (out / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n")
+    if "bench" in steps:
+        where = ["--device", options.device, "--json", str(out / "bench-transfer.json")]
+        lamella(out, "bench", "transfer", *where, *options.bench_options.split())
+    if "calibrate" in steps:
+        lamella(out, "calibrate", str(out / "profile.json"), "--device", options.device)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
