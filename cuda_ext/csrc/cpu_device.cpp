@@ -113,16 +113,34 @@ void move_window(const Window& window, std::uint64_t slot) {
 
 // ---- the queue
 
+class CpuChannel;
+
+// Where a device finds its channels, as long as they live.
+struct Openings {
+  std::mutex mutex;
+  CpuChannel* channels[2] = {nullptr, nullptr};
+};
+
 class CpuChannel final : public Channel {
  public:
-  CpuChannel(std::int32_t slots, std::int64_t window_bytes, bool paced, Listener& listener)
-      : staging_(static_cast<std::size_t>(slots * window_bytes)),
+  CpuChannel(std::shared_ptr<Openings> openings, lm_direction direction, std::int32_t slots, std::int64_t window_bytes,
+             bool paced, Listener& listener)
+      : openings_(std::move(openings)),
+        direction_(direction),
+        staging_(static_cast<std::size_t>(slots * window_bytes)),
         window_bytes_(window_bytes),
         paced_(paced),
         listener_(listener),
-        thread_([this] { run(); }) {}
+        thread_([this] { run(); }) {
+    const std::lock_guard<std::mutex> lock(openings_->mutex);
+    openings_->channels[direction_] = this;
+  }
 
   ~CpuChannel() override {
+    {
+      const std::lock_guard<std::mutex> lock(openings_->mutex);
+      openings_->channels[direction_] = nullptr;
+    }
     {
       const std::lock_guard<std::mutex> lock(mutex_);
       ending_ = true;
@@ -234,6 +252,8 @@ class CpuChannel final : public Channel {
     }
   }
 
+  std::shared_ptr<Openings> openings_;
+  const lm_direction direction_;
   std::vector<unsigned char> staging_;
   const std::int64_t window_bytes_;
   const bool paced_;
@@ -254,9 +274,7 @@ class CpuDevice final : public Device {
 
   std::unique_ptr<Channel> open(lm_direction direction, std::int32_t slots, std::int64_t window_bytes,
                                 Listener& listener) override {
-    auto channel = std::make_unique<CpuChannel>(slots, window_bytes, paced_, listener);
-    channels_[direction] = channel.get();
-    return channel;
+    return std::make_unique<CpuChannel>(openings_, direction, slots, window_bytes, paced_, listener);
   }
 
   const std::uint64_t* keep_words(const std::vector<std::uint64_t>& words) override {
@@ -297,16 +315,20 @@ class CpuDevice final : public Device {
     throw Invalid("the CPU device has no streams; give a fence");
   }
   void release_event(std::uint64_t) override {}
-  void grant(lm_direction direction, std::int64_t windows) override { channels_[direction]->grant(windows); }
+  void grant(lm_direction direction, std::int64_t windows) override {
+    const std::lock_guard<std::mutex> lock(openings_->mutex);
+    if (openings_->channels[direction] != nullptr) openings_->channels[direction]->grant(windows);
+  }
   void abandon() override {
-    for (CpuChannel* channel : channels_) {
+    const std::lock_guard<std::mutex> lock(openings_->mutex);
+    for (CpuChannel* channel : openings_->channels) {
       if (channel != nullptr) channel->abandon();
     }
   }
 
  private:
   const bool paced_;
-  CpuChannel* channels_[2] = {nullptr, nullptr};
+  const std::shared_ptr<Openings> openings_ = std::make_shared<Openings>();
   std::mutex mutex_;
   std::deque<std::vector<std::uint64_t>> kept_;
 };

@@ -262,14 +262,14 @@ void Lane::finish(const std::shared_ptr<Transfer>& transfer) {
       for (const std::uint64_t word : words) store_word(word, 0);  // nothing is enqueued that could overtake it
     }
   }
-  transfer->finish();
-  transfer->tables.reset();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --status_.live;
     status_.in_flight_bytes = flying_bytes_;
     status_.thread_cpu_ns = thread_cpu_ns();
   }
+  transfer->tables.reset();
+  transfer->finish();
   owner_.on_final(transfer);
 }
 
