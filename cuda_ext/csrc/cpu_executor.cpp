@@ -24,6 +24,7 @@ namespace {
 
 constexpr std::int64_t kUnitBytes = 256 << 10;   // stays in a core's L2 on both sides, and hides the cost of taking it
 constexpr std::int64_t kShareBytes = 512 << 10;  // below this, waking a thread costs more than it saves
+constexpr std::int64_t kCacheBytes = 32 << 20;   // what a last-level cache may keep for whoever reads the bytes next
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
@@ -58,7 +59,8 @@ class CpuTransfer {
                          : nullptr),
         mover_(request, planner_.groups(), objects,
                own_staging_ ? reinterpret_cast<std::uintptr_t>(own_staging_.get())
-                            : options.method == LM_STAGED ? options.staging : 0),
+                            : options.method == LM_STAGED ? options.staging : 0,
+               request_bytes(request) > kCacheBytes),
         crew_(options.threads) {}
 
   void run() {

@@ -270,3 +270,39 @@ def test_without_a_native_library_numpy_is_chosen_and_says_why_once(
     assert "apt-get install g++" in first.reason
     assert len(caplog.records) == 1
     assert first.reason in caplog.text
+
+
+@needs_native
+@pytest.mark.parametrize("method", [Method.DIRECT, Method.STAGED], ids=lambda method: method.value)
+@pytest.mark.parametrize("direction", Direction, ids=lambda direction: direction.value)
+def test_a_transfer_larger_than_a_cache_leaves_the_same_bytes_at_any_alignment(
+    method: Method, direction: Direction
+) -> None:
+    # More than 32 MiB goes around the cache; a token of 1031 bytes puts every run at another alignment.
+    geometry = KVGeometry(2, 2, 1, 1031, 1, chunk_tokens=500)
+    random = np.random.default_rng(7)
+    num_chunks, block_tokens = 20, 20
+    num_tokens = num_chunks * 500 - 3
+    ids = random.permutation(num_chunks * 25 + 1)[: num_chunks * 25]
+    request = TransferRequest(num_tokens, (tuple(ids.tolist()),))
+    layout = ObjectLayout.single(geometry, block_tokens)
+    host = random.integers(0, 100, (num_chunks, 2, 2, 500, 1031), dtype=np.uint8)  # [chunk, K, L, T, D]
+    cache = random.integers(100, 200, (2, 2, num_chunks * 25 + 1, block_tokens, 1031), dtype=np.uint8)
+    assert num_tokens * geometry.token_bytes > 32 << 20
+    views = [TensorView(t.ctypes.data, t.shape, t.strides, 1) for t in cache]  # a layer: [K, N, BS, D]
+    start = int(host.ctypes.data)
+    objects = HostObjects(
+        tuple(start + chunk * geometry.object_bytes for chunk in range(num_chunks)), 1 << 20, start - 4096
+    )
+    expected_host, expected_cache = host.copy(), cache.copy()
+    for token in range(num_tokens):
+        place = np.s_[:, :, ids[token // block_tokens], token % block_tokens]
+        own = np.s_[token // 500, :, :, token % 500]
+        if direction is Direction.RETRIEVE:
+            expected_cache[place] = host[own].transpose(1, 0, 2)
+        else:
+            expected_host[own] = cache[place].transpose(1, 0, 2)
+    plan = plan_layer_major(layout, request, 1, staging_bytes=5 << 20)
+    NativeExecutor(2).run(plan, [engine_layout("KNTD", views)], objects, direction, method=method)
+    np.testing.assert_array_equal(cache, expected_cache)
+    np.testing.assert_array_equal(host, expected_host)

@@ -1,10 +1,15 @@
 // Host copies: long runs, and grids of short ones.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <utility>
+
+#ifdef __SSE2__
+#include <emmintrin.h>
+#endif
 
 #include "lamella/address.cuh"
 
@@ -14,7 +19,36 @@ inline unsigned char* at(std::uint64_t address) {
   return reinterpret_cast<unsigned char*>(static_cast<std::uintptr_t>(address));
 }
 
-inline void copy_run(unsigned char* to, const unsigned char* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+// Around the cache: the destination's lines are not read first, and nothing is evicted for them. What follows is ordered
+// behind it by the fence.
+inline void stream_run(unsigned char* to, const unsigned char* from, std::size_t bytes) {
+#ifdef __SSE2__
+  constexpr std::size_t kLine = 64;
+  const std::size_t before = std::min(bytes, (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine);
+  std::memcpy(to, from, before);
+  std::size_t done = before;
+  for (; done + kLine <= bytes; done += kLine) {
+    for (std::size_t part = 0; part < kLine; part += sizeof(__m128i)) {
+      const __m128i value = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + done + part));
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + done + part), value);
+    }
+  }
+  std::memcpy(to + done, from + done, bytes - done);
+  _mm_sfence();
+#else
+  std::memcpy(to, from, bytes);
+#endif
+}
+
+constexpr std::size_t kShortestStream = 4 << 10;  // shorter runs lose more at their ends than they save
+
+inline void copy_run(unsigned char* to, const unsigned char* from, std::size_t bytes, bool around_cache) {
+  if (around_cache && bytes >= kShortestStream) {
+    stream_run(to, from, bytes);
+  } else {
+    std::memcpy(to, from, bytes);
+  }
+}
 
 // One axis of a grid of runs: how many, and how far apart on either side.
 struct Axis {

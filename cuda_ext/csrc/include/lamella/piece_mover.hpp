@@ -17,15 +17,17 @@ namespace lamella {
 // Copies one contiguous run, split where the pool's registration pieces meet if the dense side is the pool.
 class RunCopy {
  public:
-  RunCopy(const lm_host_objects& objects, bool to_engine, bool dense_is_object)
+  RunCopy(const lm_host_objects& objects, bool to_engine, bool dense_is_object, bool around_cache)
       : base_(objects.registered_base),
         piece_bytes_(dense_is_object ? objects.registered_piece_bytes : 0),
-        to_engine_(to_engine) {}
+        to_engine_(to_engine),
+        around_cache_(around_cache) {}
 
   void operator()(std::uint64_t engine, std::uint64_t dense, std::int64_t bytes) const {
     while (bytes > 0) {
       const std::int64_t now = bytes_this_copy(dense, bytes, base_, piece_bytes_);
-      copy_run(at(to_engine_ ? engine : dense), at(to_engine_ ? dense : engine), static_cast<std::size_t>(now));
+      copy_run(at(to_engine_ ? engine : dense), at(to_engine_ ? dense : engine), static_cast<std::size_t>(now),
+               around_cache_);
       dense = advanced(dense, now);
       engine += static_cast<std::uint64_t>(now);
       bytes -= now;
@@ -36,6 +38,7 @@ class RunCopy {
   std::uint64_t base_;
   std::int64_t piece_bytes_;
   bool to_engine_;
+  bool around_cache_;
 };
 
 // Joins runs that follow one another on both sides, whatever they are: tokens, blocks, kv planes or layers.
@@ -67,14 +70,16 @@ class Joiner {
 
 class PieceMover {
  public:
-  // `staging`: address of the window's images, 0 to move straight. All arguments must outlive the mover.
+  // `staging`: address of the window's images, 0 to move straight. `around_cache`: the whole is too large for a cache
+  // to keep what was written. All arguments must outlive the mover.
   PieceMover(const lm_request& request, const std::vector<Group>& groups, const lm_host_objects& objects,
-             std::uint64_t staging)
+             std::uint64_t staging, bool around_cache)
       : request_(request),
         groups_(groups),
         objects_(objects),
         staging_(staging),
-        to_engine_(request.direction == LM_RETRIEVE) {
+        to_engine_(request.direction == LM_RETRIEVE),
+        around_cache_(around_cache) {
     for (const Group& g : groups) shapes_.emplace_back(g);
   }
 
@@ -87,7 +92,7 @@ class PieceMover {
   // Between the object's ranges and bytes [position, end) of the staging image that they fill one after another.
   void fill(const Piece& p, std::int64_t position, std::int64_t end) const {
     const Group& g = group_of(p);
-    const RunCopy copy(objects_, to_engine_, true);
+    const RunCopy copy(objects_, to_engine_, true, around_cache_ && !to_engine_);
     const std::int64_t range = range_bytes(g, p);
     while (position < end) {
       const std::int64_t within = position % range;
@@ -103,7 +108,7 @@ class PieceMover {
                std::int64_t end_token) const {
     const Group& g = group_of(p);
     const std::int64_t layers = staged_layers(g, selector_of(p));
-    const RunCopy copy(objects_, to_engine_, staging_ == 0);
+    const RunCopy copy(objects_, to_engine_, staging_ == 0, around_cache_ && (to_engine_ || staging_ == 0));
     Joiner joiner(copy);
     for (; row < end_row; ++row) {
       const std::int32_t slot = static_cast<std::int32_t>(row % layers);
@@ -177,6 +182,7 @@ class PieceMover {
   const lm_host_objects& objects_;
   std::uint64_t staging_;
   bool to_engine_;
+  bool around_cache_;  // never into staging, which is read next
   std::vector<BlockShape> shapes_;
 };
 

@@ -1,6 +1,7 @@
 // What must hold before the first byte moves (DESIGN D7): the C boundary trusts no size, no block id and no address.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -95,14 +96,19 @@ inline void check_engines(const lm_request& request) {
   }
 }
 
-// Staging that no window of the request exceeds.
-inline std::int64_t staging_bytes(const lm_request& request) {
-  std::int64_t all = 0;
+// What a request moves if no block of it is the null block.
+inline std::int64_t request_bytes(const lm_request& request) {
+  std::int64_t bytes = 0;
   for (std::int32_t index = 0; index < request.num_groups; ++index) {
     const Group g = group_of(request, request.groups[index]);
-    all += (request.num_tokens - request.skip_tokens) * g.num_layers * token_layer_bytes(g);
+    bytes += (request.num_tokens - request.skip_tokens) * g.num_layers * token_layer_bytes(g);
   }
-  return all < request.window_bytes ? all : request.window_bytes;
+  return bytes;
+}
+
+// Staging that no window of the request exceeds.
+inline std::int64_t staging_bytes(const lm_request& request) {
+  return std::min(request.window_bytes, request_bytes(request));
 }
 
 // Whether any block of a chunk's requested tokens is there, in any group: only then is its object touched.
