@@ -186,6 +186,7 @@ class CacheEngine:
             there = np.zeros(num_tokens, dtype=np.bool_)
             there[load.blocks.skip_tokens : load.blocks.skip_tokens + _coming(load, held)] = True
             yield there
+            next(consumer, None)  # whatever the connector does after the last yield
         finally:
             consumer.close()
             if unsent is not None and not unsent.cancel():

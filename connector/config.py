@@ -28,11 +28,13 @@ class CacheSettings:
         use_layerwise: loads and stores advance with the forward pass, layer by layer; off: whole objects at once.
         layers_per_slice: layers moved by one transfer, a number or a schedule whose last one repeats ("1,1,2,4"). A
             yield is a layer all the same.
+        blend_tokens: tokens that a buffer holds when blending.
         enable_blending: layers arrive in a buffer, where a selective recompute can change them before they are
             scattered into the engine's blocks.
         enable_async_loading: known so that it can be refused; see the reason.
         use_gpu: copies pass through a staging buffer on the device; off: straight between objects and blocks.
         save_partial_chunk: the last, shorter chunk of a sequence is stored too.
+        pool_objects: objects that the pinned pool holds.
         layer_buffers: host buffers, each for one chunk's slice, into which slower tiers are read.
         local_file_folder: where the file tier keeps objects; None: no file tier.
         io_threads: threads that read from and write to slower tiers.
@@ -48,9 +50,11 @@ class CacheSettings:
     use_layerwise: bool = False
     layers_per_slice: int | str = 1
     enable_blending: bool = False
+    blend_tokens: int = 32_768
     enable_async_loading: bool = False
     use_gpu: bool = True
     save_partial_chunk: bool = False
+    pool_objects: int = 256
     layer_buffers: int = 64
     local_file_folder: Path | None = None
     io_threads: int = 2
@@ -62,7 +66,7 @@ class CacheSettings:
         for name in ("use_layerwise", "enable_blending", "enable_async_loading", "use_gpu", "save_partial_chunk"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("layer_buffers", "io_threads", "breaker_failures"):
+        for name in ("pool_objects", "layer_buffers", "io_threads", "breaker_failures", "blend_tokens"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be a whole number, got {value!r}")

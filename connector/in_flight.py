@@ -115,14 +115,14 @@ class Save:
             one.transfer.cancel()
 
 
-def drain(moving: Sequence[Moving], timeout_s: float) -> None:
+def drain(transfers: Sequence[Transfer], timeout_s: float) -> None:
     """Nothing of these is in flight; said where a device does not let go within the bound."""
-    for one in moving:
+    for transfer in transfers:
         try:
-            one.transfer.wait_final(timeout_s)
+            transfer.wait_final(timeout_s)
         except TimeoutError:
             _log.error(
-                "a transfer of layer %d has not drained within %s s: its blocks must not be reused",
-                one.part.first_layer,
+                "layers %s have not drained within %s s: their blocks must not be reused",
+                [tuple(part) for part in transfer.slices],
                 timeout_s,
             )

@@ -101,9 +101,11 @@ class LayerwiseConnector:
         self.timeout_s = timeout_s
         self._registered = (host_memory.shape.piece_bytes, host_memory.base)
         self._caches = tuple(caches)
-        self._whole = engine.register_cache(layout, caches)
+        self._paged = engine.register_cache(layout, caches)
+        loads = self._load_caches()
+        self._whole = engine.register_cache(layout, loads)
         self._parts = {
-            part: engine.register_cache(slice_layout(layout, part), slice_engines(layout, caches, part))
+            part: engine.register_cache(slice_layout(layout, part), slice_engines(layout, loads, part))
             for part in self.slices
         }
         self._starts = {part.first_layer: part for part in self.slices}
@@ -114,6 +116,14 @@ class LayerwiseConnector:
     def num_layers(self) -> int:
         """N, layers of the stage."""
         return self.layout.num_layers
+
+    def _load_caches(self) -> tuple[EngineLayout, ...]:
+        """What loads are written into: here the engine's own blocks."""
+        return self._caches
+
+    def _destination(self, load: Load) -> Blocks:
+        """Where a load goes in `_load_caches`."""
+        return load.blocks
 
     def check(self, blocks: Blocks, direction: Direction) -> None:
         """Raises ValueError for blocks that do not fit the caches, before anything is taken or moved."""
@@ -178,7 +188,7 @@ class LayerwiseConnector:
         end = min(good_chunks, source.first_chunk + source.num_chunks) * chunk_tokens
         num_tokens = min(load.blocks.num_tokens, end)
         skip_tokens = min(max(load.blocks.skip_tokens, source.first_chunk * chunk_tokens), num_tokens)
-        blocks = load.blocks._replace(num_tokens=num_tokens, skip_tokens=skip_tokens)
+        blocks = self._destination(load)._replace(num_tokens=num_tokens, skip_tokens=skip_tokens)
         if not source.is_slice:
             return self.load_stream.submit(self._whole, part, source.objects, blocks, source.release, begun)
         tables = tuple(blocks.block_ids[group] for group in slice_groups(self.layout, part))
@@ -207,7 +217,7 @@ class LayerwiseConnector:
         if unfinished:
             load.close()
         if unfinished or load.reason is not None:
-            drain(load.moving(), self.timeout_s)
+            drain([one.transfer for one in load.moving()], self.timeout_s)
 
     # ---- stores
 
@@ -235,7 +245,7 @@ class LayerwiseConnector:
         finally:
             if not landed:
                 save.give_up("closed before its last layer")
-                drain(tuple(save.moving), self.timeout_s)
+                drain([one.transfer for one in save.moving], self.timeout_s)
 
     def _store(self, save: Save, part: Slice) -> None:
         chunk_tokens = self.layout.chunk_tokens
@@ -245,7 +255,7 @@ class LayerwiseConnector:
             objects = HostObjects((0,) * first_chunk + addresses, *self._registered)
             save.outstanding.begin()
             try:
-                transfer = self.store_stream.submit(self._whole, part, objects, blocks, save.outstanding.end)
+                transfer = self.store_stream.submit(self._paged, part, objects, blocks, save.outstanding.end)
             except (ValueError, RuntimeError) as error:  # nothing was queued
                 save.outstanding.end()
                 save.give_up(f"layer {part.first_layer}: {error}")
@@ -259,9 +269,19 @@ class LayerwiseConnector:
             except (TransferStopped, TimeoutError) as error:
                 save.give_up(f"layer {one.part.first_layer}: {error}")
         if save.reason is not None:
-            drain(tuple(save.moving), self.timeout_s)
+            drain([one.transfer for one in save.moving], self.timeout_s)
 
-    # ---- what was seen
+    # ---- the end, and what was seen
+
+    def close(self) -> None:
+        """Nothing moves any more. A second call does nothing.
+
+        Raises:
+            TimeoutError: something still does after the bound.
+        """
+        for stream in (self.load_stream, self.store_stream):
+            if not stream.outstanding.wait(self.timeout_s):
+                raise TimeoutError(f"a transfer still moves after {self.timeout_s} s: close or end its generator")
 
     @staticmethod
     def spans(kind: str, moving: Sequence[Moving]) -> tuple[Span, ...]:

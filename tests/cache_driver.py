@@ -88,6 +88,7 @@ class Deployment:
         breaker: CircuitBreaker | None = None,
         recorder: Recorder | None = None,
         timeout_s: float = WAIT_S,
+        io_threads: int = 2,
         salt: bytes = b"",
         rank: int = 0,
         engine_options: dict[str, Any] | None = None,
@@ -107,7 +108,7 @@ class Deployment:
         widest = max(slice_layout(self.layout, part).object_bytes for part in slices)
         self.buffers = LayerBuffers(widest, num_buffers)
         self.tiers = tuple(tiers)
-        self.storage = StorageManager(self.pool, tiers, self.buffers, timeout_s=timeout_s)
+        self.storage = StorageManager(self.pool, tiers, self.buffers, io_threads=io_threads, timeout_s=timeout_s)
         self.connector = LayerwiseConnector(
             self.engine, self.layout, self.caches, slices, self.pool.memory, use_gpu=use_gpu, timeout_s=timeout_s
         )

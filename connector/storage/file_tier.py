@@ -103,7 +103,8 @@ class FileTier:
         with _said(f"cannot keep {path}"):
             if self.exists([key])[0]:
                 return
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for folder in (path.parent.parent, path.parent):  # mkdir's own parents would get another mode
+                folder.mkdir(mode=0o700, exist_ok=True)
             descriptor, unfinished = _open_unfinished(path.parent)
             try:
                 _write(descriptor, memoryview(self._header(key)))

@@ -11,6 +11,7 @@ reported.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Generator, Sequence
@@ -250,27 +251,23 @@ class StorageManager:
             RuntimeError: a reservation that was committed or abandoned before.
         """
         reservation.commit()
-        puts: list[Future[None]] = []
         if not self.tiers:
             return ()
-        for key in reservation.keys:
-            try:
-                lease = self.pool.pin([key])
-            except KeyError:
-                _log.info("%s left the pool before a tier could keep it", key.prefix.hex()[:16])
-                continue
-            held = HeldPrefix((key,), (Run(0, 1, None, lease),))
+        lease = self.pool.pin_leading(reservation.keys)  # one lease, so that the prefix ages as one
+        if len(lease.keys) < len(reservation.keys):
+            _log.info("%d objects left the pool before a tier could keep them", len(reservation.keys) - len(lease.keys))
+        held = HeldPrefix(lease.keys, (Run(0, len(lease.keys), None, lease),))
+        puts: list[Future[None]] = []
+        for key, slot in zip(lease.keys, lease.slots, strict=True):
             for tier in self.tiers:
                 held.hold()
-                puts.append(self._start(lambda tier=tier, held=held, key=key: self._put(tier, held, key)))  # type: ignore[misc]
-            held.release()
+                puts.append(self._start(functools.partial(self._put, tier, held, key, slot)))
+        held.release()
         return tuple(puts)
 
-    def _put(self, tier: Tier, held: HeldPrefix, key: ChunkKey) -> None:
-        lease = held.runs[0].lease
-        assert lease is not None, "it lies in the pool"
+    def _put(self, tier: Tier, held: HeldPrefix, key: ChunkKey, slot: int) -> None:
         try:
-            tier.put(key, self.pool.memory.buffer(lease.slots[0]))
+            tier.put(key, self.pool.memory.buffer(slot))
         except TierError as error:
             _log.debug("%s did not keep %s: %s", tier.name, key.prefix.hex()[:16], error)
             raise

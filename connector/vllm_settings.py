@@ -1,0 +1,187 @@
+"""Settings of the vLLM connector: `kv_connector_extra_config`, read once, strictly.
+
+What the three settings of the layerwise path mean together:
+
+| use_layerwise | layers_per_slice | release | what happens |
+|---|---|---|---|
+| false | 0 | (no meaning) | asynchronous, chunk-major: a request waits until all of its KV has landed |
+| false | n | whole | asynchronous, moved slice by slice, released when all has landed; no waits in the forward pass |
+| false | n | first, first:k, jit ... | asynchronous, released early; each layer's attention waits for what has not landed |
+| true | 0 | (no meaning) | synchronous: the request joins the next step, which starts when all has landed |
+| true | n | (no meaning) | synchronous: the request joins the next step, and each layer's attention waits for its layer |
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final, Literal, Self, TypeAlias
+
+from lamella.cuda_ext.arrival import Carrier
+from lamella.reference.ordering import parse_order
+from lamella.reference.release import ReleasePolicy, Whole, parse_release
+from lamella.reference.slices import parse_width
+
+_log = logging.getLogger(__name__)
+
+LayersPerSlice: TypeAlias = "int | tuple[int, ...] | Literal['auto']"
+"""0: off (chunk-major); a width; a schedule of widths; or `"auto"`."""
+
+_FORMS: Final = ("auto", "token", "block")
+
+
+def resolve_layers_per_slice(value: object, num_layers: int | None = None) -> LayersPerSlice:
+    """What `layers_per_slice` means; anything else than the forms below warns and is off, and never stops an engine.
+
+    Args:
+        value: 0, false or "off"; true (= 1) or a number; either as a decimal string; "auto"; a schedule "1,1,2,4".
+        num_layers: layers of the model on this stage; None where it is not known yet.
+
+    >>> [resolve_layers_per_slice(value) for value in (0, "off", True, "8", "1,1,2", "auto")]
+    [0, 0, 1, 8, (1, 1, 2), 'auto']
+    """
+    if isinstance(value, bool):
+        return int(value)
+    if isinstance(value, str):
+        text = value.strip().lower()
+        if text in ("off", "false", "0", ""):
+            return 0
+        if text == "true":
+            return 1
+        if text == "auto":
+            return "auto"
+        try:
+            found: int | tuple[int, ...] = parse_width(text)
+        except ValueError:
+            return _off(value, "it is neither a number, a schedule, auto nor off")
+    elif isinstance(value, int):
+        found = value
+    else:
+        return _off(value, f"it is a {type(value).__name__}")
+    widths = found if isinstance(found, tuple) else (found,)
+    if min(widths) < 0:
+        return _off(value, "it is negative")
+    if num_layers is not None and max(widths) > num_layers:
+        return _off(value, f"the model has {num_layers} layers on this stage")
+    return found
+
+
+def _off(value: object, reason: str) -> LayersPerSlice:
+    _log.warning("layers_per_slice = %r reads as off (chunk-major): %s", value, reason)
+    return 0
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectorSettings:
+    """How the connector stores, loads and releases.
+
+    Args:
+        use_layerwise: loads join the very next step (synchronous) instead of parking the request until it is released.
+        layers_per_slice: as `resolve_layers_per_slice`; 0, the default, is chunk-major.
+        release: when an asynchronously loaded request may run, as `lamella.reference.release.parse_release`.
+        order: whose slice moves next, as `lamella.reference.ordering.parse_order`.
+        host_pool_gib: host memory for objects, each rank.
+        chunk_tokens: tokens of an object; rounded down to whole blocks of the engine, at least one.
+        object_form: `token`, `block`, or `auto`: block where the engine's blocks are contiguous.
+        max_loads: loads in flight; a request beyond waits in the engine's queue.
+        max_load_gib: the bytes in flight that loads may claim together, each rank; one load may always run.
+        load_timeout_s: a load that has not landed by then has failed.
+        wait_timeout_s: bound on each wait of the model runner's thread (SAFE-5); then that load has failed.
+        file_tier: a folder of objects that outlives the process and is shared by processes of one user; None: none.
+        io_threads: threads that read and write the file tier.
+        salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
+        carrier: `event` or `value`, how streams learn of landings (CUDA).
+        staging_mib, window_mib, in_flight_mb: bounds of the transfer engine, see `TransferEngine`.
+
+    Raises:
+        ValueError: an unknown name, or a value that cannot mean anything.
+        TypeError: a value of the wrong type.
+    """
+
+    use_layerwise: bool = False
+    layers_per_slice: Any = 0
+    release: str = "first"
+    order: str = "fifo"
+    host_pool_gib: float = 4.0
+    chunk_tokens: int = 256
+    object_form: str = "auto"
+    max_loads: int = 8
+    max_load_gib: float = 8.0
+    load_timeout_s: float = 30.0
+    wait_timeout_s: float = 10.0
+    file_tier: Path | None = None
+    io_threads: int = 2
+    salt: str = ""
+    carrier: str = "event"
+    staging_mib: int = 64
+    window_mib: int = 8
+    in_flight_mb: int = 55
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.use_layerwise, bool):
+            raise TypeError(f"use_layerwise must be true or false, got {self.use_layerwise!r}")
+        for name in ("chunk_tokens", "max_loads", "io_threads", "staging_mib", "window_mib", "in_flight_mb"):
+            _check_number(name, getattr(self, name), int)
+        for name in ("host_pool_gib", "max_load_gib", "load_timeout_s", "wait_timeout_s"):
+            _check_number(name, getattr(self, name), int | float)
+        for name in ("release", "order", "object_form", "salt", "carrier"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
+        if self.object_form not in _FORMS:
+            raise ValueError(f"object_form must be one of {', '.join(_FORMS)}, got {self.object_form!r}")
+        if self.carrier not in ("event", "value"):
+            raise ValueError(f"carrier must be event or value, got {self.carrier!r}")
+        if self.file_tier is not None and not isinstance(self.file_tier, Path):
+            raise TypeError(f"file_tier must be a path or None, got {self.file_tier!r}")
+        if self.staging_mib < 2 * self.window_mib:
+            raise ValueError(f"staging_mib ({self.staging_mib}) must hold two windows of {self.window_mib} MiB")
+        parse_release(self.release)
+        parse_order(self.order)
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> Self:
+        """Settings by name, as `kv_connector_extra_config` brings them.
+
+        Raises:
+            ValueError, TypeError: an unknown name with the nearest known one, or as the constructor.
+        """
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
+                raise ValueError(f"unknown setting {name!r} in kv_connector_extra_config: {hint}")
+        given = dict(values)
+        if isinstance(given.get("file_tier"), str):
+            given["file_tier"] = Path(given["file_tier"]).expanduser()
+        return cls(**given)
+
+    @property
+    def wants_slices(self) -> bool:
+        """Whether loads move slice by slice; false where `layers_per_slice` is off or reads as off."""
+        return resolve_layers_per_slice(self.layers_per_slice) != 0
+
+    @property
+    def waits_in_forward(self) -> bool:
+        """Whether a forward pass waits layer by layer, so that it must not be replayed as one captured graph (B8)."""
+        return self.wants_slices and (self.use_layerwise or not isinstance(self.release_policy, Whole))
+
+    @property
+    def release_policy(self) -> ReleasePolicy:
+        """When a request may run; whole where nothing arrives before the rest."""
+        return parse_release(self.release) if self.wants_slices else Whole()
+
+    @property
+    def carrier_kind(self) -> Carrier:
+        """The carrier as the transfer engine takes it."""
+        return Carrier[self.carrier.upper()]
+
+
+def _check_number(name: str, value: object, kind: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, kind):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if not 0 < value < float("inf"):  # type: ignore[operator]
+        raise ValueError(f"{name} must be positive and finite, got {value}")
