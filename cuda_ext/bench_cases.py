@@ -76,8 +76,8 @@ MAIN_SHAPES = (
 )
 """Llama-3.1-8B, bf16: vLLM's packed blocks `[NB, 8, 16, 256]` with NHD strides, and the classic `[2, NB, 16, 1024]`."""
 
-BLOCK_SHAPE = _llama("classic NHD, block form", 256, "KNTHD", "KNTHD", 8, ObjectForm.BLOCK)
-"""The classic layout with objects in block form, which need no kernel."""
+BLOCK_SHAPE = _llama("packed HND, block form", 256, "NHTD", "NHTD", 8, ObjectForm.BLOCK)
+"""Packed blocks with heads outside tokens, objects in block form: one run a block, and no kernel to move it."""
 
 SMALL_SHAPES = tuple(
     shape

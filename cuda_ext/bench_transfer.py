@@ -17,7 +17,7 @@ from typing import NamedTuple
 from lamella.cuda_ext.arrival import Carrier
 from lamella.cuda_ext.bench_cases import BenchMemory, BenchShape
 from lamella.cuda_ext.bench_report import HostCost, Repeats, Row, Slowdown
-from lamella.cuda_ext.beside import Products
+from lamella.cuda_ext.beside import Products, torch_reason
 from lamella.cuda_ext.device import Device, ProbeMethod, RawCopy
 from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
@@ -260,6 +260,16 @@ class TransferBench:
         self._stack.close()
 
 
+def _compute_stream(device: Device) -> tuple[object, int]:
+    """A stream to wait on as an engine's would be, and its owner; the legacy default stream where torch is missing."""
+    if not device.is_cuda or torch_reason(device.name):
+        return None, 0
+    import torch
+
+    stream = torch.cuda.Stream(torch.device(device.name))
+    return stream, int(stream.cuda_stream)
+
+
 def idle() -> contextlib.AbstractContextManager[object]:
     """The load that is none."""
     return contextlib.nullcontext()
@@ -282,6 +292,7 @@ def host_cost(
         host_waits: list[int] = []
         with TransferEngine(device.name, staging_bytes=settings.staging_bytes, carrier=carrier) as engine:
             cache = engine.register_cache(shape.layout, memory.engines)
+            owner, stream = _compute_stream(device)
             objects, table = memory.objects, (memory.block_ids,)
             busy_ns = wall_ns = device_bytes = 0
             for turn in range(settings.warm_up + settings.repeats):
@@ -291,7 +302,7 @@ def host_cost(
                 queued = time.monotonic_ns()
                 for layer in range(transfer.num_slices):
                     start = time.monotonic_ns()
-                    waited = transfer.wait_layer(layer, stream=0, timeout_s=TIMEOUT_S)
+                    waited = transfer.wait_layer(layer, stream, TIMEOUT_S)
                     if turn >= settings.warm_up:
                         waits.append(time.monotonic_ns() - start - waited)
                         host_waits.append(waited)
@@ -301,6 +312,7 @@ def host_cost(
                     wall_ns += time.monotonic_ns() - before
                     busy_ns += engine.lane(Direction.RETRIEVE).thread_cpu_ns - cpu
                 device_bytes = max(device_bytes, free - device.facts().free_bytes)
+        del owner
         return HostCost(
             num_objects=num_objects,
             num_slices=shape.geometry.num_layers,

@@ -20,7 +20,7 @@ class Run(NamedTuple):
 
 
 class SlotExtents:
-    """The set of free slots. Adjacent free slots always belong to one run (EXT-1).
+    """The set of free slots. Adjacent free slots always belong to one run (POOL-5).
 
     Not thread-safe: its owner locks.
     """

@@ -1,7 +1,7 @@
 """Making host memory reachable for a device, piece by piece, beside the work.
 
 Registering costs seconds for tens of gigabytes, so it runs on a thread of its own, one piece after another, and a piece
-is usable as soon as it is done. A piece that fails stays out for good and is reported (PIECE-1): handed out regardless,
+is usable as soon as it is done. A piece that fails stays out for good and is reported (POOL-6): handed out regardless,
 its copies would silently take the slow pageable path.
 """
 

@@ -8,12 +8,7 @@ An object's life:
 A WRITING object is invisible to lookups and belongs to the one who reserved it. A READY object can be pinned by any
 number of holders; it is evicted only while nobody pins it. A DISCARDED object is invisible too; its holders finish.
 
-Invariants, checked by a rule-based machine after every step:
-
-- POOL-1 every slot is free or holds exactly one object; nothing is both.
-- POOL-2 an object that is pinned or being written keeps its slot and its bytes.
-- POOL-3 an allocation gets every slot it asked for, or none, and then nothing was evicted for it.
-- POOL-4 when all holders are gone, every pin count is zero.
+A rule-based machine checks POOL-1 to POOL-4 after every step.
 """
 
 from __future__ import annotations

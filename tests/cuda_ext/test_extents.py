@@ -96,4 +96,4 @@ def test_any_set_of_free_slots_is_taken_in_the_fewest_runs(slots: set[int], want
     assert len(taken) == _fewest_runs(lengths, wanted)
     left = extents.runs()
     assert sum(run.num_slots for run in left) == len(extents) == len(slots) - wanted
-    assert all(a.first + a.num_slots < b.first for a, b in itertools.pairwise(left)), "EXT-1"
+    assert all(a.first + a.num_slots < b.first for a, b in itertools.pairwise(left)), "POOL-5"

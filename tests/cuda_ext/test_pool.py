@@ -222,7 +222,7 @@ def test_slots_whose_memory_failed_to_register_are_never_handed_out() -> None:
     usable = 24 - len(bad)
     slots = fill(pool, *range(usable))
     assert len(bad) == per_piece
-    assert not bad & set(slots)
+    assert not bad & set(slots), "POOL-6"
     more = pool.reserve(keys(*range(100, 100 + usable)))
     assert more is not None
     assert not bad & set(more.slots), "nor after eviction"
@@ -317,7 +317,7 @@ class PoolMachine(RuleBasedStateMachine):
         needed = len(missing) - (self.NUM_SLOTS - len(taken))
         reservation = self.pool.reserve(wanted)
         if needed > len(candidates):
-            assert reservation is None
+            assert reservation is None, "POOL-3"
             return None
         assert reservation is not None
         assert list(reservation.keys) == missing

@@ -115,7 +115,7 @@ def test_what_a_killed_process_left_is_reclaimed_by_the_next_creator(tmp_path: P
         assert left.exists(), "SIGKILL leaves the name"
         memory = HostMemory.create(PAGE, tmp_path)
         assert memory.path is not None
-        assert _files(tmp_path) == [memory.path]
+        assert _files(tmp_path) == [memory.path], "SHM-1"
         memory.close()
 
 
