@@ -148,8 +148,7 @@ class BenchMemory:
     @property
     def objects(self) -> HostObjects:
         """Where the prefix lies in the pool."""
-        memory = self.pool.memory
-        return HostObjects(self.lease.addresses, memory.shape.piece_bytes, memory.base)
+        return self.lease.host_objects()
 
     @property
     def engines(self) -> tuple[EngineLayout, ...]:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.registration import NoRegistrar, Registrar, RegistrationReport
 from lamella.cuda_ext.shared_memory import HostMemory
 from lamella.cuda_ext.slot_index import Occupancy, SlotIndex
@@ -41,16 +42,38 @@ class PoolReport(NamedTuple):
     numa_node: int | None
 
 
-class PinnedObjects:
-    """A lease: these objects stay where they are until `release`."""
+class _Held:
+    """Some of a pool's slots, held by one holder; its end is guarded by the pool's lock."""
 
     def __init__(self, pool: HostPool, keys: tuple[ChunkKey, ...], slots: tuple[int, ...]) -> None:
         self._pool = pool
-        self._ended = False  # guarded by the pool's lock
+        self._ended = False
         self.keys = keys
         self.slots = slots
         self.addresses = pool.memory.addresses(slots)
         """`addresses[i]` is where object `keys[i]` starts."""
+
+    def host_objects(self, chunks: Sequence[int] | None = None) -> HostObjects:
+        """These objects as a transfer takes them, by absolute chunk; 0 where the sequence has another chunk.
+
+        Args:
+            chunks: the chunk of the sequence that each object is; by default object `i` is chunk `i`.
+
+        Raises:
+            ValueError: another number of chunks than objects, a negative or a repeated one.
+        """
+        places = range(len(self.slots)) if chunks is None else chunks
+        if len(places) != len(self.slots) or len(set(places)) != len(places) or min(places, default=0) < 0:
+            raise ValueError(f"chunks must be {len(self.slots)} different ones, one an object, got {list(places)}")
+        by_chunk = [0] * (max(places, default=-1) + 1)
+        for chunk, address in zip(places, self.addresses, strict=True):
+            by_chunk[chunk] = address
+        memory = self._pool.memory
+        return HostObjects(tuple(by_chunk), memory.shape.piece_bytes, memory.base)
+
+
+class PinnedObjects(_Held):
+    """A lease: these objects stay where they are until `release`."""
 
     def release(self) -> None:
         """The lease is over. A second call does nothing, so it cannot free another holder's object (fault 40)."""
@@ -66,7 +89,7 @@ class PinnedObjects:
         self.release()
 
 
-class Reservation:
+class Reservation(_Held):
     """Slots being written; nobody else sees their keys until `commit`. Ends with exactly one commit or abandon.
 
     `keys` are those of the asked keys that had no object yet; `evicted` are the keys that left to make room.
@@ -75,12 +98,8 @@ class Reservation:
     def __init__(
         self, pool: HostPool, keys: tuple[ChunkKey, ...], slots: tuple[int, ...], evicted: tuple[ChunkKey, ...]
     ) -> None:
-        self._pool = pool
-        self._ended = False  # guarded by the pool's lock
-        self.keys = keys
-        self.slots = slots
+        super().__init__(pool, keys, slots)
         self.evicted = evicted
-        self.addresses = pool.memory.addresses(slots)
 
     def commit(self) -> None:
         """The bytes are there: the objects can be pinned from now on.

@@ -150,10 +150,11 @@ class Cell:
             return flat.reshape(
                 geometry.kv, geometry.num_layers, geometry.chunk_tokens, geometry.num_heads, geometry.head_dim
             )
-        blocks = flat.reshape(
-            geometry.num_layers, -1, geometry.kv, shape.block_tokens, geometry.num_heads, geometry.head_dim
-        )
-        return blocks.transpose(2, 0, 1, 3, 4, 5)  # [K, L, B, T, H, D], a view: written and read block by block
+        inner = [axis for axis in shape.memory if axis in "THD"]
+        sizes = shape.sized(self.num_blocks)
+        blocks = flat.reshape(geometry.num_layers, -1, geometry.kv, *[sizes[axis] for axis in inner])
+        # [K, L, B, T, H, D], a view: written and read block by block
+        return blocks.transpose(2, 0, 1, *[3 + inner.index(axis) for axis in "THD"])
 
     def write_object(self, slot: int, made_of: int) -> None:
         view = self.object_view(slot)
@@ -212,7 +213,14 @@ class Stress:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        shapes = (*MAIN_SHAPES, replace(MAIN_SHAPES[0], name="packed HND", memory="NHTD"), BLOCK_SHAPE)
+        packed, classic = MAIN_SHAPES
+        shapes = (
+            packed,
+            classic,
+            replace(packed, name="packed HND", memory="NHTD"),
+            BLOCK_SHAPE,
+            replace(classic, name="classic, block form", form=ObjectForm.BLOCK),
+        )
         self.cells = [
             Cell(self.device, replace(shape, geometry=replace(shape.geometry, num_layers=6, chunk_tokens=64)), number)
             for number, shape in enumerate(shapes)
@@ -261,7 +269,7 @@ class Stress:
         if needed > len(cell.free_blocks):
             return
         lease = cell.pool.pin(keys)
-        self._submit(number, Direction.RETRIEVE, lease.addresses, [cell.content[key] for key in keys], lease=lease)
+        self._submit(number, Direction.RETRIEVE, lease.host_objects(), [cell.content[key] for key in keys], lease=lease)
 
     def save(self) -> None:
         """Blocks whose bytes are known go to new objects: those of a load that has just landed."""
@@ -285,7 +293,7 @@ class Stress:
                 self._submit(
                     number,
                     Direction.STORE,
-                    reservation.addresses,
+                    reservation.host_objects(),
                     flight.made_of,
                     reservation=reservation,
                     blocks=flight.blocks,
@@ -296,7 +304,7 @@ class Stress:
         self,
         number: int,
         direction: Direction,
-        addresses: tuple[int, ...],
+        objects: HostObjects,
         made_of: list[int],
         *,
         lease: PinnedObjects | None = None,
@@ -304,7 +312,7 @@ class Stress:
         blocks: list[int] | None = None,
     ) -> None:
         cell = self.cells[number]
-        shape, memory = cell.shape, cell.pool.memory
+        shape = cell.shape
         tokens = len(made_of) * shape.geometry.chunk_tokens
         if blocks is None:
             self.random.shuffle(cell.free_blocks)
@@ -324,7 +332,7 @@ class Stress:
         transfer = self.engine.submit(
             self._caches[number],
             direction,
-            HostObjects(addresses, memory.shape.piece_bytes, memory.base),
+            objects,
             (blocks,),
             tokens,
             width=self.random.choice((1, 2, 3, 6, (1, 2))),

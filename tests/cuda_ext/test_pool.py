@@ -69,6 +69,21 @@ def test_a_pool_of_either_form_has_room_for_its_objects(form: ObjectForm) -> Non
     pool.close()
 
 
+def test_a_lease_is_handed_to_a_transfer_by_absolute_chunk(pool: HostPool) -> None:
+    fill(pool, 1, 2, 3)
+    base = pool.memory.base
+    with pool.pin(keys(3, 1)) as objects:
+        assert objects.host_objects().addresses == (base + 2 * LAYOUT.object_bytes, base)
+        placed = objects.host_objects([4, 1])
+        assert placed.addresses == (0, base, 0, 0, base + 2 * LAYOUT.object_bytes)
+        assert (placed.registered_base, placed.registered_piece_bytes) == (base, pool.memory.shape.piece_bytes)
+        for wrong in ([0], [1, 1], [-1, 0]):
+            with pytest.raises(ValueError, match="chunks must be 2 different ones, one an object"):
+                objects.host_objects(wrong)
+    with pool.pin([]) as nothing:
+        assert nothing.host_objects().addresses == ()
+
+
 @pytest.mark.known_fault(41)
 def test_a_pool_smaller_than_the_request_refuses_it_whole_and_evicts_nothing(pool: HostPool) -> None:
     fill(pool, 1, 2)
