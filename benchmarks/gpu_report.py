@@ -122,7 +122,7 @@ def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]
                 log,
                 200,
                 LAMELLA_LIBRARY_DIR=str(build),
-                HYPOTHESIS_PROFILE="ci",
+                HYPOTHESIS_PROFILE="verdict",
             )
             log.unlink()
             failed = junit(path)["failed"]
@@ -170,14 +170,21 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     provenance = provenance_of(Device(options.device), ["benchmarks/gpu_report.py", *sys.argv[1:]], ROOT)
     report: dict[str, Any] = {"schema_version": 1, "provenance": asdict(provenance)}
-    with ThreadPoolExecutor(2) as beside:
+    with ThreadPoolExecutor(4) as beside:
         stress: list[Future[dict[str, Any]]] = []
         if "stress" in steps:
             stress = [beside.submit(step_stress, out, options, seed) for seed in (1, 2)]
-        for name, step in (("tests", step_tests), ("sanitizer", step_sanitizer), ("mutants", step_mutants)):
-            if name in steps:
-                report[name] = step(out, options)
-                print(name, json.dumps(report[name])[:1500], flush=True)
+        if "tests" in steps:
+            report["tests"] = step_tests(out, options)
+            print("tests", json.dumps(report["tests"])[:1500], flush=True)
+        others = {
+            name: beside.submit(step, out, options)
+            for name, step in (("sanitizer", step_sanitizer), ("mutants", step_mutants))
+            if name in steps
+        }
+        for name, future in others.items():
+            report[name] = future.result()
+            print(name, json.dumps(report[name])[:2500], flush=True)
         if stress:
             report["stress"] = [future.result() for future in stress]
             print("stress", json.dumps(report["stress"]), flush=True)

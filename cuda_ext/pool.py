@@ -244,6 +244,12 @@ class HostPool:
             )
         self.memory.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
     def _add_slots(self, slots: range) -> None:
         with self._lock:
             self._index.add_slots(slots.start, len(slots))

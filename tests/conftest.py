@@ -21,6 +21,10 @@ settings.register_profile(
     phases=(Phase.explicit, Phase.generate),
     report_multiple_bugs=False,
 )
+# verdict: whether a planted fault is found at all; its smallest example is of no interest.
+settings.register_profile(
+    "verdict", max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 EXAMPLES = pytest.StashKey[Counter[str]]()
