@@ -43,6 +43,7 @@ class Row:
         num_slices: how many.
         total: from the call until the last slice landed.
         first: from the call until the first slice landed.
+        queued: the part of both before the engine had the transfer: the submitting call, checks included.
         first_share: the first slice's share of the bytes.
         raw: one raw copy of as many bytes, same direction, same load beside it, in turns with the transfers.
         raw_idle: one raw copy with nothing beside it.
@@ -57,6 +58,7 @@ class Row:
     num_slices: int
     total: Repeats
     first: Repeats
+    queued: Repeats
     first_share: float
     raw: Repeats
     raw_idle: Repeats
@@ -75,6 +77,16 @@ class Row:
     def first_ratio(self) -> float:
         """First slice over its share of the raw copy with nothing beside it."""
         return self.first.median_ns / (self.first_share * self.raw_idle.median_ns)
+
+    @property
+    def engine_ratio(self) -> float:
+        """As `ratio`, from when the engine had the transfer."""
+        return (self.total.median_ns - self.queued.median_ns) / self.raw.median_ns
+
+    @property
+    def engine_first_ratio(self) -> float:
+        """As `first_ratio`, from when the engine had the transfer."""
+        return (self.first.median_ns - self.queued.median_ns) / (self.first_share * self.raw_idle.median_ns)
 
     @property
     def bytes_per_s(self) -> float:
@@ -143,6 +155,8 @@ class BenchReport:
                     "ratio": round(row.ratio, 4),
                     "ratio_to_idle": round(row.ratio_to_idle, 4),
                     "first_ratio": round(row.first_ratio, 4),
+                    "engine_ratio": round(row.engine_ratio, 4),
+                    "engine_first_ratio": round(row.engine_first_ratio, 4),
                     "gb_per_s": round(row.bytes_per_s / 1e9, 3),
                 }
                 for row in self.rows
@@ -156,11 +170,13 @@ class BenchReport:
         """The tables, as text of fixed columns."""
         yield (
             f"{self.provenance.device_name} ({self.provenance.device}), {self.provenance.date}; "
-            "times are medians, × is the ratio to a raw copy of the same bytes, spread is (most − least) / median"
+            "times are medians from the call to the last landing; × is the ratio to a raw copy of the same bytes beside the "
+            "same load, × idle to one with nothing beside it, × queued as × from when the engine had the transfer; first: "
+            "the first slice, against its share of the idle raw copy; spread is (most − least) / median"
         )
         yield ""
-        header = ("shape", "beside", "direction", "width", "method", "ms", "GB/s", "×", "× idle", "first ms", "first ×")
-        yield _columns((*header, "spread"))
+        header = ("shape", "beside", "direction", "width", "method", "ms", "GB/s", "×", "× idle", "× queued")
+        yield _columns((*header, "first ms", "first ×", "× queued", "spread"))
         for row in self.rows:
             yield _columns(
                 (
@@ -169,8 +185,10 @@ class BenchReport:
                     f"{row.bytes_per_s / 1e9:.2f}",
                     f"{row.ratio:.3f}",
                     f"{row.ratio_to_idle:.3f}",
+                    f"{row.engine_ratio:.3f}",
                     f"{row.first.median_ns / 1e6:.3f}",
                     f"{row.first_ratio:.2f}",
+                    f"{row.engine_first_ratio:.2f}",
                     f"{row.total.spread:.1%}",
                 )
             )
@@ -188,7 +206,7 @@ class BenchReport:
             yield f"not measured: {reason}"
 
 
-_WIDTHS = (32, 18, 20, 12, 13, 9, 7, 7, 7, 9, 8, 7)
+_WIDTHS = (38, 18, 20, 11, 12, 7, 6, 6, 6, 8, 8, 7, 8, 6)
 
 
 def _columns(cells: Iterable[str]) -> str:

@@ -62,6 +62,7 @@ class Variant(NamedTuple):
 class _Sample(NamedTuple):
     total_ns: int
     first_ns: int
+    queued_ns: int
     method: str
     num_slices: int
 
@@ -175,6 +176,7 @@ class TransferBench:
                 num_slices=taken[0].num_slices,
                 total=Repeats(tuple(sample.total_ns for sample in taken)),
                 first=Repeats(tuple(sample.first_ns for sample in taken)),
+                queued=Repeats(tuple(sample.queued_ns for sample in taken)),
                 first_share=(variant.width or self.shape.geometry.num_layers) / self.shape.geometry.num_layers,
                 raw=Repeats(tuple(raw[variant.direction])),
                 raw_idle=raw_idle[variant.direction],
@@ -224,8 +226,11 @@ class TransferBench:
         if other:
             other.wait(TIMEOUT_S)
         landed = transfer.timestamps_ns().landed_ns
-        method = transfer.query().method.name.lower().replace("_", " ")
-        return _Sample(landed[-1] - before, landed[0] - before, method, transfer.num_slices)
+        progress = transfer.query()
+        method = progress.method.name.lower().replace("_", " ")
+        return _Sample(
+            landed[-1] - before, landed[0] - before, progress.submitted_ns - before, method, transfer.num_slices
+        )
 
     def _transfer(self, variant: Variant, *, prefix: int = 0, avoid_kernels: bool = False) -> Transfer:
         memory, mover = self._memories[prefix], self._mover(avoid_kernels)
