@@ -9,7 +9,6 @@ blocks it.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -71,6 +70,7 @@ class Outstanding:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._count = 0
+        self._ended = 0
         self._then: list[Callable[[], None]] = []
 
     def begin(self) -> None:
@@ -82,6 +82,7 @@ class Outstanding:
         """One fewer; the last one does what was left to do."""
         with self._changed:
             self._count -= 1
+            self._ended += 1
             todo, self._then = ([], self._then) if self._count else (self._then, [])
         for action in todo:
             action()
@@ -98,12 +99,13 @@ class Outstanding:
 
     def wait(self, timeout_s: float) -> bool:
         """Whether nothing is outstanding within the bound."""
-        deadline = time.monotonic() + timeout_s
         with self._changed:
-            while self._count or self._then:
-                if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    return False
-        return True
+            return self._changed.wait_for(lambda: not self._count and not self._then, timeout_s)
+
+    def wait_ended(self, count: int, timeout_s: float) -> bool:
+        """Whether `count` have ended, since the beginning, within the bound."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended >= count, timeout_s)
 
 
 class Blocks(NamedTuple):

@@ -70,6 +70,12 @@ class LayerBuffers:
         with self._changed:
             return self._used
 
+    @property
+    def waiting(self) -> int:
+        """Who waits for buffers now."""
+        with self._changed:
+            return len(self._waiting)
+
     def take(self, count: int, timeout_s: float) -> BufferLease:
         """`count` buffers, once as many are free and whoever asked before has theirs.
 
@@ -85,7 +91,7 @@ class LayerBuffers:
         with self._changed:
             self._waiting.append(ticket)
             try:
-                while not (self._waiting[0] is ticket and len(self._free) >= count):
+                while self._closed or not (self._waiting[0] is ticket and len(self._free) >= count):
                     if self._closed:
                         raise RuntimeError("the layer buffers are closed")
                     if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:

@@ -26,7 +26,7 @@ from lamella.connector.storage.tier import Tier, TierError
 from lamella.cuda_ext.executors import HostObjects
 from lamella.cuda_ext.pool import HostPool, Reservation
 from lamella.reference.keys import ChunkKey
-from lamella.reference.layout import ObjectLayout
+from lamella.reference.layout import ByteRange, ObjectLayout
 from lamella.reference.slices import Slice
 
 _log = logging.getLogger(__name__)
@@ -182,15 +182,9 @@ class StorageManager:
             return None, str(error)
         done, reason = 0, None
         for key, view in zip(held.keys[run.first_chunk :], lease.views(), strict=False):
-            into = [view[place.offset : place.offset + place.num_bytes] for place in places]
-            try:
-                run.tier.get_ranges(key, wanted, into)
-            except (KeyError, TierError) as error:
-                reason = f"{run.tier.name} lost chunk {run.first_chunk + done}: {error}"
-                break
-            except Exception as error:  # a tier's own fault must not take the engine down
-                reason = f"{run.tier.name} failed at chunk {run.first_chunk + done}: {error!r}"
-                _log.exception("%s", reason)
+            reason = self._fill(run.tier, key, wanted, view, places)
+            if reason is not None:
+                reason = f"{run.tier.name} {reason} at chunk {run.first_chunk + done}"
                 break
             done += 1
         if not done:
@@ -198,6 +192,26 @@ class StorageManager:
             return None, reason
         objects = self._host_objects(run.first_chunk, lease.addresses[:done], self.buffers)
         return SliceSource(run.first_chunk, done, objects, True, lease.release), reason
+
+    @staticmethod
+    def _fill(
+        tier: Tier, key: ChunkKey, wanted: Sequence[ByteRange], view: memoryview, places: Sequence[ByteRange]
+    ) -> str | None:
+        """The object's ranges in their places of a buffer, or why they cannot be had."""
+        into = [view[place.offset : place.offset + place.num_bytes] for place in places]
+        try:
+            tier.get_ranges(key, wanted, into)
+        except KeyError:
+            return "lost its object"
+        except TierError as error:
+            return f"cannot read ({error})"
+        except Exception as error:  # a tier's own fault must not take the engine down
+            _log.exception("%s failed", tier.name)
+            return f"failed ({error!r})"
+        finally:  # an exception that somebody keeps would keep the memory's views with it
+            for buffer in (*into, view):
+                buffer.release()
+        return None
 
     @staticmethod
     def _host_objects(first_chunk: int, addresses: tuple[int, ...], owner: HostPool | LayerBuffers) -> HostObjects:
@@ -236,8 +250,8 @@ class StorageManager:
         if reservation is not None:
             for key, slot in zip(reservation.keys, reservation.slots, strict=True):
                 if key.num_tokens < self.layout.chunk_tokens:
-                    view = self.pool.memory.buffer(slot)
-                    view[:] = bytes(view.nbytes)
+                    with self.pool.memory.buffer(slot) as view:
+                        view[:] = bytes(view.nbytes)
         return reservation
 
     def batched_put(self, reservation: Reservation) -> tuple[Future[None], ...]:
@@ -267,7 +281,8 @@ class StorageManager:
 
     def _put(self, tier: Tier, held: HeldPrefix, key: ChunkKey, slot: int) -> None:
         try:
-            tier.put(key, self.pool.memory.buffer(slot))
+            with self.pool.memory.buffer(slot) as view:
+                tier.put(key, view)
         except TierError as error:
             _log.debug("%s did not keep %s: %s", tier.name, key.prefix.hex()[:16], error)
             raise
