@@ -10,7 +10,8 @@ for one that did.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,6 +31,7 @@ from lamella.reference.plan import (
 )
 
 _COMPARED_AT_ONCE = 1 << 26
+_PATTERN_BYTES = 16381  # prime, so that what repeats never repeats at a stride
 
 
 class Transfer(NamedTuple):
@@ -86,6 +88,18 @@ class TransferCase:
     def layout(self) -> ObjectLayout:
         """Of the objects."""
         return ObjectLayout(tuple(cache.group(self.chunk_tokens) for cache in self.caches), self.form)
+
+    def check(self) -> None:
+        """Settles whatever a transfer may be refused for.
+
+        Raises:
+            ValueError: as `check_request` and `plan_layer_major`.
+        """
+        arena = _arena(self)
+        engines = arena.engines(np.empty(arena.engine_bytes, dtype=np.uint8))
+        for request in self.requests:
+            check_request(self.layout, engines, request, self.direction)
+            self.plan(request)
 
     def plan(self, request: TransferRequest) -> TransferPlan:
         """The request's plan.
@@ -146,19 +160,19 @@ class Trial:
     """One case in memory: the bytes before, and the bytes the oracle leaves.
 
     Raises:
-        ValueError: a case that `check_request` refuses.
+        ValueError: as `TransferCase.check`.
     """
 
     def __init__(self, case: TransferCase) -> None:
+        case.check()
         self.case = case
         self.arena = _arena(case)
         self._source_is_host = case.direction is Direction.RETRIEVE
         source, poison = _buffers(self.arena, case.seed, source_is_host=self._source_is_host)
         self.source, self.poison = source, poison
         self.expected = poison.copy()
+        self._own: tuple[Bytes, Bytes] | None = None
         engine, host = (self.expected, source) if self._source_is_host else (source, self.expected)
-        for request in case.requests:
-            check_request(case.layout, self.arena.engines(engine), request, case.direction)
         move = oracle.retrieve if self._source_is_host else oracle.store
         for index, request in enumerate(case.requests):
             move(
@@ -176,22 +190,32 @@ class Trial:
         """Bytes of both buffers, each compared after a run."""
         return self.arena.engine_bytes + self.arena.host_bytes
 
-    def run(self, move: Move, by: TransferCase | None = None) -> Difference | None:
-        """None if `move` left exactly the oracle's bytes.
-
-        Args:
-            move: the executor.
-            by: a case that differs only in how it moves (width, budget, windows, turns, pieces); default the own one.
-        """
-        case = by or self.case
-        engine, host = self.buffers()
-        carry_out(case, self.arena, engine, host, move)
+    def run(self, move: Move) -> Difference | None:
+        """None if `move` left exactly the oracle's bytes."""
+        if self._own is None:
+            self._own = self.buffers()
+        else:  # memory that is there already costs no page faults
+            for own, before in zip(self._own, self._before(), strict=True):
+                np.copyto(own, before)
+        engine, host = self._own
+        carry_out(self.case, self.arena, engine, host, move)
         return self.compare(engine, host)
+
+    def moved_as(self, case: TransferCase) -> Trial:
+        """The same bytes in the same places for a case that differs only in width, budget, windows, pieces or turns."""
+        if self._own is None:
+            self._own = self.buffers()
+        other = copy.copy(self)
+        other.case = case
+        return other
 
     def buffers(self) -> tuple[Bytes, Bytes]:
         """(engine, host) as they are before the transfer; fresh copies, for one run."""
-        source, result = self.source.copy(), self.poison.copy()
-        return (result, source) if self._source_is_host else (source, result)
+        engine, host = self._before()
+        return engine.copy(), host.copy()
+
+    def _before(self) -> tuple[Bytes, Bytes]:
+        return (self.poison, self.source) if self._source_is_host else (self.source, self.poison)
 
     def compare(self, engine: Bytes, host: Bytes) -> Difference | None:
         """None if these are the oracle's bytes, in the buffer written and in the one read."""
@@ -241,8 +265,12 @@ def check_landing(case: TransferCase, move: Move) -> str | None:
 def check_round_trip(case: TransferCase, move: Move) -> Difference | None:
     """A store, and then a retrieve into a poisoned cache, is the identity on every token that the requests name.
 
-    The expectation is the source cache itself, token by token; no oracle. The case must be a legal retrieve.
+    The expectation is the source cache itself, token by token; no oracle.
+
+    Raises:
+        ValueError: a case that is no legal retrieve.
     """
+    replace(case, direction=Direction.RETRIEVE).check()
     arena = _arena(case)
     source, host = _buffers(arena, case.seed, source_is_host=False)
     poison = _buffers(arena, case.seed, source_is_host=True)[1]
@@ -272,8 +300,6 @@ def carry_out(
 ) -> None:
     """Lets `move` carry out the case's plans on these two buffers."""
     engines = arena.engines(engine)
-    for request in case.requests:
-        check_request(case.layout, engines, request, case.direction)
     for index, plan in case.in_turns():
         addresses, base = arena.object_addresses(host, index), int(host.ctypes.data)
         move(Transfer(plan, engines, addresses, case.registered_piece_bytes, base, case.direction, on_slice))
@@ -287,11 +313,8 @@ def _arena(case: TransferCase) -> Arena:
 def _buffers(arena: Arena, seed: int, *, source_is_host: bool) -> tuple[Bytes, Bytes]:
     """(source, poisoned destination)."""
     random = np.random.default_rng([seed, source_is_host])
-    sizes: Sequence[int] = (arena.host_bytes, arena.engine_bytes)
-    source, poison = (
-        np.frombuffer(bytearray(random.bytes(size)), dtype=np.uint8) for size in sizes[:: 1 if source_is_host else -1]
-    )
-    source &= 0x7F
+    sizes = (arena.host_bytes, arena.engine_bytes)[:: 1 if source_is_host else -1]
+    source, poison = (np.resize(random.integers(0, 128, _PATTERN_BYTES, dtype=np.uint8), size) for size in sizes)
     poison |= 0x80
     return source, poison
 

@@ -50,7 +50,7 @@ def test_every_width_and_schedule_leaves_chunk_majors_bytes(case: TransferCase, 
     schedule = data.draw(widths(num_layers))
     name, move = data.draw(st.sampled_from(MOVES))
     for width in (None, *range(1, num_layers + 1), schedule):
-        difference = trial.run(move, by=replace(case, width=width))
+        difference = trial.moved_as(replace(case, width=width)).run(move)
         assert difference is None, f"{name}, width {width}: {difference}"
 
 
