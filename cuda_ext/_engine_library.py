@@ -32,13 +32,12 @@ class RatesStruct(Structure):
 
     _fields_ = (
         ("wire_bytes_per_s", c_double),
-        ("strided_bytes_per_s", c_double),
         ("gather_bytes_per_s", c_double),
         ("copy_2d_ns", c_int64),
-        ("num_points", c_int32),
-        ("reserved", c_int32),
+        ("num_points", c_int64),
         ("run_bytes", POINTER(c_int64)),
         ("batch_bytes_per_s", POINTER(c_double)),
+        ("strided_bytes_per_s", POINTER(c_double)),
     )
 
 
@@ -59,6 +58,8 @@ class EngineOptionsStruct(Structure):
         ("batch_flags", c_int32),
         ("paced", c_int32),
         ("gather_factor_percent", c_int32),
+        ("copy_streams", c_int32),
+        ("reserved", c_int32),
         ("rates", RatesStruct),
     )
 
@@ -129,7 +130,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "lm_engine_close": (c_int32, (c_void_p, c_int64)),
     "lm_engine_destroy": (None, (c_void_p,)),
     "lm_engine_register": (c_int32, (c_void_p, POINTER(RequestStruct), POINTER(c_int32))),
-    "lm_engine_submit": (c_int32, (c_void_p, POINTER(SubmissionStruct), POINTER(c_void_p))),
+    "lm_engine_submit": (c_int32, (c_void_p, POINTER(SubmissionStruct), POINTER(c_void_p), POINTER(ProgressStruct))),
     "lm_engine_next_drained": (c_int32, (c_void_p, c_int64, POINTER(c_uint64))),
     "lm_engine_lane_status": (c_int32, (c_void_p, c_int32, POINTER(LaneStatusStruct))),
     "lm_engine_pending_word": (c_int32, (c_void_p, c_int32, POINTER(c_uint64))),

@@ -68,15 +68,16 @@ class Transfer:
     Dropping it changes nothing: the transfer goes on, and keeps what it was given until it has drained (XFER-2).
     """
 
-    def __init__(self, library: ctypes.CDLL, handle: ctypes.c_void_p, slices: Sequence[Slice]) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, handle: ctypes.c_void_p, slices: Sequence[Slice], queued: ProgressStruct
+    ) -> None:
         self._library = library
         self._handle = handle
         self.slices = tuple(slices)
         """The units in which it moves, in order."""
-        first = self._read()
-        self.num_bytes: int = first.num_bytes
+        self.num_bytes: int = queued.num_bytes
         """Bytes it moves in all."""
-        self.generation: int = first.generation
+        self.generation: int = queued.generation
         """Which use of its count word this is (SAFE-2)."""
 
     @property

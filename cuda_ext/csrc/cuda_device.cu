@@ -244,7 +244,11 @@ class CudaChannel final : public Channel {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
+    for (std::int32_t i = 0; i < options_.copy_streams; ++i) {
+      copies_.push_back(nullptr);
+      LM_REQUIRE(cudaStreamCreateWithPriority(&copies_.back(), cudaStreamNonBlocking, greatest));
+    }
+    copy_ = copies_.front();
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
     LM_REQUIRE(cudaMalloc(reinterpret_cast<void**>(&staging_), static_cast<std::size_t>(slots * window_bytes)));
@@ -253,7 +257,7 @@ class CudaChannel final : public Channel {
   ~CudaChannel() override {
     try {
       const Context::Scope scope(*context_);
-      cudaStreamDestroy(copy_);
+      for (const cudaStream_t stream : copies_) cudaStreamDestroy(stream);
       cudaStreamDestroy(kernel_);
       cudaEventDestroy(joint_);
       cudaFree(staging_);
@@ -278,6 +282,7 @@ class CudaChannel final : public Channel {
 
   void issue(const std::shared_ptr<Window>& window) override {
     Transfer& transfer = *window->transfer;
+    take_turn(*window);
     rebase(*window);
     auto mark = std::make_shared<CudaMark>(marks_, base_);
     const bool direct = window->method == LM_COPY_DIRECT_BATCH;
@@ -287,7 +292,10 @@ class CudaChannel final : public Channel {
       if (!direct) static_cast<const CudaTables&>(*transfer.tables).upload(kernel_);
       // Staging may fill before the fence; blocks are touched behind it (XFER-3).
       if (transfer.fence_event != 0) {
-        LM_REQUIRE(cudaStreamWaitEvent(direct ? copy_ : kernel_, event_of(transfer.fence_event), 0));
+        if (!direct) LM_REQUIRE(cudaStreamWaitEvent(kernel_, event_of(transfer.fence_event), 0));
+        for (std::size_t i = 0; direct && i < copies_.size(); ++i) {
+          LM_REQUIRE(cudaStreamWaitEvent(copies_[i], event_of(transfer.fence_event), 0));
+        }
       }
     }
     if (staged && !retrieve) {
@@ -304,6 +312,7 @@ class CudaChannel final : public Channel {
       if (!retrieve) join(kernel_, copy_);
     }
     const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
+    if (window->completes_slice && last == copy_) join_copies();  // the slice's other windows may be on the other stream
     copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
     if (window->count_address != 0) write_word(last, window->count_address, window->count_value);
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
@@ -341,8 +350,22 @@ class CudaChannel final : public Channel {
   // The stream that everything of this lane is behind, once tails are joined.
   cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
 
+  // Windows take turns.
+  void take_turn(const Window& window) {
+    if (copies_.size() == 1 || window.num_bytes == 0) return;
+    copy_ = copy_ == copies_[0] ? copies_[1] : copies_[0];
+  }
+
+  // The present copy stream goes on behind the other.
+  void join_copies() {
+    for (const cudaStream_t other : copies_) {
+      if (other != copy_) join(other, copy_);
+    }
+  }
+
   // Direct retrieves end on the copy stream; marks and words go behind both.
   void join_tails() {
+    if (direction_ == LM_STORE || copy_is_ahead_) join_copies();
     if (!copy_is_ahead_) return;
     join(copy_, kernel_);
     copy_is_ahead_ = false;
@@ -447,7 +470,8 @@ class CudaChannel final : public Channel {
   const std::int64_t window_bytes_;
   const lm_engine_options options_;
   std::shared_ptr<Events> marks_;
-  cudaStream_t copy_ = nullptr;
+  std::vector<cudaStream_t> copies_;
+  cudaStream_t copy_ = nullptr;  // of copies_, the present window's
   cudaStream_t kernel_ = nullptr;
   cudaEvent_t joint_ = nullptr;
   unsigned char* staging_ = nullptr;

@@ -27,15 +27,16 @@ void check_options(const lm_engine_options& o) {
                 o.staging_bytes);
   refuse_unless(o.in_flight_bytes >= 1, "in_flight_bytes must be at least 1", o.in_flight_bytes);
   refuse_unless(o.batch_entries >= 1, "batch_entries must be at least 1", o.batch_entries);
+  refuse_unless(o.copy_streams == 1 || o.copy_streams == 2, "copy_streams must be 1 or 2", o.copy_streams);
   refuse_unless(o.kernel_ctas >= 1, "kernel_ctas must be at least 1", o.kernel_ctas);
   refuse_unless(o.rates.num_points >= 1, "rates need at least 1 point", o.rates.num_points);
-  for (std::int32_t i = 0; i < o.rates.num_points; ++i) {
+  for (std::int64_t i = 0; i < o.rates.num_points; ++i) {
     refuse_unless(o.rates.run_bytes[i] > (i == 0 ? 0 : o.rates.run_bytes[i - 1]), "run_bytes must ascend from 1",
                   o.rates.run_bytes[i]);
     refuse_unless(o.rates.batch_bytes_per_s[i] > 0, "batch_bytes_per_s must be positive at point", i);
+    refuse_unless(o.rates.strided_bytes_per_s[i] > 0, "strided_bytes_per_s must be positive at point", i);
   }
-  refuse_unless(o.rates.wire_bytes_per_s > 0 && o.rates.strided_bytes_per_s > 0 && o.rates.gather_bytes_per_s > 0,
-                "rates must be positive", 0);
+  refuse_unless(o.rates.wire_bytes_per_s > 0 && o.rates.gather_bytes_per_s > 0, "rates must be positive", 0);
 }
 
 }  // namespace
@@ -46,6 +47,8 @@ Engine::Engine(const lm_engine_options& options) : options_(options) {
   batch_rates_.assign(options.rates.batch_bytes_per_s, options.rates.batch_bytes_per_s + options.rates.num_points);
   options_.rates.run_bytes = run_bytes_.data();
   options_.rates.batch_bytes_per_s = batch_rates_.data();
+  strided_rates_.assign(options.rates.strided_bytes_per_s, options.rates.strided_bytes_per_s + options.rates.num_points);
+  options_.rates.strided_bytes_per_s = strided_rates_.data();
 #ifdef LAMELLA_WITH_CUDA
   device_ = options_.device == LM_DEVICE_CUDA ? make_cuda_device(options_) : make_cpu_device(options_);
 #else
@@ -124,7 +127,7 @@ std::int32_t Engine::register_cache(const lm_request& shape) {
   return static_cast<std::int32_t>(caches_.size()) - 1;
 }
 
-std::shared_ptr<Transfer> Engine::submit(const lm_submission& submission) {
+std::shared_ptr<Transfer> Engine::submit(const lm_submission& submission, lm_progress& queued) {
   Lane& its_lane = lane(submission.direction);
   std::shared_ptr<const Cache> cache;
   std::uint64_t sequence = 0;
@@ -155,12 +158,15 @@ std::shared_ptr<Transfer> Engine::submit(const lm_submission& submission) {
       transfer->fence_event = submission.fence_event;
     }
     if (transfer->deadline_ns != 0) {
+      bool is_first = false;
       {
         const std::lock_guard<std::mutex> lock(mutex_);
-        deadlines_.emplace(transfer->deadline_ns, transfer);
+        const auto entered = deadlines_.emplace(transfer->deadline_ns, transfer);
+        is_first = entered == deadlines_.begin();
       }
-      watch_.notify_one();
+      if (is_first) watch_.notify_one();  // later ones are found when the first is due
     }
+    queued = transfer->progress();
     its_lane.submit(transfer);
   } catch (...) {
     if (transfer->owns_fence_event) device_->release_event(transfer->fence_event);
@@ -180,20 +186,19 @@ void Engine::take_count_slot(Transfer& transfer, std::uint32_t wanted_generation
     throw Invalid("the value carrier counts generations itself; leave generation out");
   }
   if (count_slots_.empty()) {
-    for (const std::uint64_t address : device_->host_words(kCountSlotsAtOnce)) count_slots_.push_back({address, 0});
+    for (const std::uint64_t address : device_->host_words(kCountSlotsAtOnce)) count_slots_.push_back(address);
   }
-  CountSlot slot = count_slots_.back();
+  const std::uint64_t slot = count_slots_.back();
   count_slots_.pop_back();
-  ++slot.generation;
-  transfer.count_address = slot.address;
-  transfer.generation = slot.generation;
-  store_word(slot.address, count_word(slot.generation, 0));
+  transfer.count_address = slot;
+  transfer.generation = ++generation_;
+  store_word(slot, count_word(transfer.generation, 0));
 }
 
 void Engine::give_count_slot(const Transfer& transfer) {
   if (transfer.count_address == 0) return;
   const std::lock_guard<std::mutex> lock(mutex_);
-  count_slots_.push_back({transfer.count_address, transfer.generation});
+  count_slots_.push_back(transfer.count_address);
 }
 
 void Engine::force_count(const Transfer& transfer) {

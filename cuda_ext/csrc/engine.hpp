@@ -23,7 +23,7 @@ class Engine final : public LaneOwner {
   ~Engine() override;
 
   std::int32_t register_cache(const lm_request& shape);
-  std::shared_ptr<Transfer> submit(const lm_submission& submission);
+  std::shared_ptr<Transfer> submit(const lm_submission& submission, lm_progress& queued);
   void cancel(Transfer& transfer);
   std::int64_t wait_layer(Transfer& transfer, std::int32_t layer, std::uint64_t stream, std::int64_t deadline_ns);
   void gate(const std::shared_ptr<Transfer>& transfer, std::uint64_t stream, std::int64_t deadline_ns);
@@ -39,12 +39,6 @@ class Engine final : public LaneOwner {
   void on_final(const std::shared_ptr<Transfer>& transfer) override;
 
  private:
-  // A word of the value carrier and how often it was used: the generation outlives its transfers (SAFE-2).
-  struct CountSlot {
-    std::uint64_t address;
-    std::uint32_t generation;
-  };
-
   void watch();
   void expire(Transfer& transfer);
   void force_count(const Transfer& transfer);
@@ -54,6 +48,7 @@ class Engine final : public LaneOwner {
   lm_engine_options options_;
   std::vector<std::int64_t> run_bytes_;
   std::vector<double> batch_rates_;
+  std::vector<double> strided_rates_;
   std::unique_ptr<Device> device_;
   std::unique_ptr<Lane> retrieve_;
   std::unique_ptr<Lane> store_;
@@ -63,8 +58,8 @@ class Engine final : public LaneOwner {
   std::condition_variable drained_;
   std::vector<std::shared_ptr<const Cache>> caches_;
   std::uint64_t sequence_ = 0;
-  std::uint32_t generation_ = 0;
-  std::vector<CountSlot> count_slots_;
+  std::uint32_t generation_ = 0;              // of the transfer counted last: a word used again has a newer one (SAFE-2)
+  std::vector<std::uint64_t> count_slots_;  // free words of the value carrier
   std::multimap<std::int64_t, std::weak_ptr<Transfer>> deadlines_;
   std::deque<std::uint64_t> drained_tokens_;
   bool closing_ = false;

@@ -79,11 +79,12 @@ lm_status lm_engine_register(lm_engine* engine, const lm_request* shape, int32_t
   return static_cast<lm_status>(waited([&] { *cache = engine->engine->register_cache(*shape); }));
 }
 
-int32_t lm_engine_submit(lm_engine* engine, const lm_submission* submission, lm_transfer** transfer) {
+int32_t lm_engine_submit(lm_engine* engine, const lm_submission* submission, lm_transfer** transfer,
+                         lm_progress* queued) {
   return waited([&] {
     auto handle = std::make_unique<lm_transfer>();
     handle->engine = engine->engine;
-    handle->transfer = engine->engine->submit(*submission);
+    handle->transfer = engine->engine->submit(*submission, *queued);
     *transfer = handle.release();
   });
 }

@@ -179,10 +179,9 @@ std::vector<Copy> direct_copies(const CopyJob& job, bool merge_rows) {
   return list.take();
 }
 
-double batch_bytes_per_s(const lm_rates& rates, std::int64_t run_bytes) {
+double rate_at(const lm_rates& rates, const double* rate, std::int64_t run_bytes) {
   const std::int64_t* end = rates.run_bytes + rates.num_points;
   const std::int64_t* above = std::upper_bound(rates.run_bytes, end, run_bytes);
-  const double* rate = rates.batch_bytes_per_s;
   if (above == rates.run_bytes) {  // shorter than measured: a run costs what the shortest costs
     return rate[0] * static_cast<double>(run_bytes) / static_cast<double>(rates.run_bytes[0]);
   }
@@ -199,9 +198,10 @@ double estimated_ns(const std::vector<Copy>& copies, const lm_rates& rates) {
   for (const Copy& copy : copies) {
     const auto bytes = static_cast<double>(copy.width * copy.height);
     if (copy.height == 1) {
-      total += 1e9 * bytes / batch_bytes_per_s(rates, copy.width);
+      total += 1e9 * bytes / rate_at(rates, rates.batch_bytes_per_s, copy.width);
     } else {
-      total += std::max(1e9 * bytes / rates.strided_bytes_per_s, static_cast<double>(rates.copy_2d_ns));
+      total += std::max(1e9 * bytes / rate_at(rates, rates.strided_bytes_per_s, copy.width),
+                        static_cast<double>(rates.copy_2d_ns));
     }
   }
   return total;

@@ -63,7 +63,7 @@ std::vector<Copy> direct_copies(const CopyJob& job, bool merge_rows);
 
 // Time that the copies take: at the device or at the issuing thread, whichever is longer.
 double estimated_ns(const std::vector<Copy>& copies, const lm_rates& rates);
-// Rate of batched copies of runs of that length, between the table's points on a logarithmic scale.
-double batch_bytes_per_s(const lm_rates& rates, std::int64_t run_bytes);
+// Rate at runs of that length, between the table's points on a logarithmic scale of lengths.
+double rate_at(const lm_rates& rates, const double* bytes_per_s, std::int64_t run_bytes);
 
 }  // namespace lamella

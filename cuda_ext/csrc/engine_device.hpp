@@ -100,7 +100,6 @@ struct Window {
   std::shared_ptr<Mark> mark;
   std::int64_t issued_ns = 0;
   bool alone = false;  // nothing was in flight when it was issued
-  std::int64_t expected_ns = 0;
   std::uint64_t count_address = 0;  // value carrier: this word becomes count_value before the mark
   std::uint64_t count_value = 0;
 };

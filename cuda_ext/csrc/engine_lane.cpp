@@ -42,7 +42,11 @@ std::int64_t thread_cpu_ns() {
 
 Lane::Lane(lm_direction direction, Device& device, LaneOwner& owner, const lm_engine_options& options,
            const lm_rates& rates)
-    : direction_(direction), owner_(owner), options_(options), rates_(rates) {
+    : direction_(direction),
+      owner_(owner),
+      options_(options),
+      rates_(rates),
+      ns_per_byte_(1e9 / rates.wire_bytes_per_s) {
   const auto slots = static_cast<std::int32_t>(
       std::max<std::int64_t>(2, options.staging_bytes / 2 / options.window_bytes));
   channel_ = device.open(direction, slots, options.window_bytes, *this);
@@ -205,11 +209,25 @@ std::int64_t Lane::next_look_ns() const {
   // All that is to come is enqueued already: look at each window. Otherwise refill when half of it has gone.
   const bool more = std::any_of(live_.begin(), live_.end(), [](const auto& t) { return !t->all_issued; });
   const std::size_t watched = more ? (in_flight_.size() - 1) / 2 : 0;
-  const std::int64_t expected = in_flight_[watched]->expected_ns;
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i <= watched; ++i) bytes += in_flight_[i]->num_bytes;
+  const std::int64_t expected = moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_per_byte_);
   return std::max(expected, now + std::max(look_backoff_ns_, kFirstLookNs));
 }
 
+// A window has been seen to be done: what follows it moves since now, at about the pace of late.
+void Lane::keep_pace(std::int64_t bytes) {
+  const std::int64_t now = now_ns();
+  if (bytes > 0) {
+    const double observed = static_cast<double>(now - moving_since_ns_) / static_cast<double>(bytes);
+    const double wire = 1e9 / rates_.wire_bytes_per_s;
+    ns_per_byte_ = std::clamp(0.75 * ns_per_byte_ + 0.25 * observed, 0.9 * wire, 100 * wire);
+  }
+  moving_since_ns_ = now;
+}
+
 void Lane::reap() {
+  std::int64_t reaped_bytes = 0;
   bool any = false;
   while (!in_flight_.empty()) {
     const std::shared_ptr<Window>& window = in_flight_.front();
@@ -228,8 +246,10 @@ void Lane::reap() {
     if (window->slot >= 0) free_slots_.push_back(window->slot);
     --transfer.windows_in_flight;
     flying_bytes_ -= window->num_bytes;
+    reaped_bytes += window->num_bytes;
     in_flight_.pop_front();
   }
+  if (any) keep_pace(reaped_bytes);
   if (!in_flight_.empty()) {
     look_backoff_ns_ = any ? 0 : std::min(std::max(look_backoff_ns_ * 2, kFirstLookNs), kLastLookNs);
   } else {
@@ -393,10 +413,7 @@ bool Lane::issue_next() {
   }
   window->alone = in_flight_.empty();
   window->issued_ns = now_ns();
-  const std::int64_t start = in_flight_.empty() ? window->issued_ns
-                                                : std::max(window->issued_ns, in_flight_.back()->expected_ns);
-  window->expected_ns = start + static_cast<std::int64_t>(1e9 * static_cast<double>(window->num_bytes) /
-                                                          rates_.wire_bytes_per_s);
+  if (window->alone) moving_since_ns_ = window->issued_ns;
   bool recorded = false;
   try {
     channel_->issue(window);

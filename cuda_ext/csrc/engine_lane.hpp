@@ -65,6 +65,7 @@ class Lane final : public Listener {
   void run();
   void take_inbox(std::unique_lock<std::mutex>& lock);
   void reap();
+  void keep_pace(std::int64_t bytes);
   void drop_stopped();
   void finish(const std::shared_ptr<Transfer>& transfer);
   std::shared_ptr<Transfer> most_urgent() const;
@@ -90,6 +91,8 @@ class Lane final : public Listener {
   Transfer* begun_ = nullptr;  // whose slice is being issued
   bool lost_ = false;
   std::int64_t look_backoff_ns_ = 0;
+  std::int64_t moving_since_ns_ = 0;  // the oldest window
+  double ns_per_byte_;                // of late
 
   std::mutex mutex_;
   std::condition_variable wake_;

@@ -413,9 +413,11 @@ def test_a_dropped_handle_keeps_its_objects_until_the_last_byte() -> None:
 
 def test_rates_come_from_a_profile_or_are_refused() -> None:
     with pytest.raises(ValueError, match="run_bytes must ascend"):
-        EngineRates(1.0, 1.0, 1.0, (4, 2), (1.0, 1.0))
+        EngineRates(1.0, 1.0, (4, 2), (1.0, 1.0), (1.0, 1.0))
     with pytest.raises(ValueError, match="rates must be positive"):
-        EngineRates(1.0, 0.0, 1.0, (4,), (1.0,))
+        EngineRates(1.0, 0.0, (4,), (1.0,), (1.0,))
+    with pytest.raises(ValueError, match="strided_bytes_per_s needs 1 rates, got 0"):
+        EngineRates(1.0, 1.0, (4,), (1.0,), ())
     assert H200_RATES.wire_bytes_per_s > H200_RATES.batch_bytes_per_s[0]
 
 

@@ -44,14 +44,13 @@ typedef enum lm_state {
 
 /* What the copy method is chosen by: a calibrated device. */
 typedef struct lm_rates {
-  double wire_bytes_per_s;    /* one long pinned copy */
-  double strided_bytes_per_s; /* 2-D copies */
-  double gather_bytes_per_s;  /* a kernel that reads mapped memory */
-  int64_t copy_2d_ns;         /* host time of one 2-D copy */
-  int32_t num_points;         /* of the two arrays, ascending in run_bytes */
-  int32_t reserved;
+  double wire_bytes_per_s;   /* one long pinned copy */
+  double gather_bytes_per_s; /* a kernel that reads mapped memory */
+  int64_t copy_2d_ns;        /* host time of one 2-D copy */
+  int64_t num_points;        /* of the three arrays, ascending in run_bytes */
   const int64_t *run_bytes;
-  const double *batch_bytes_per_s; /* batched copies of runs of that length */
+  const double *batch_bytes_per_s;   /* batched copies of runs of that length */
+  const double *strided_bytes_per_s; /* 2-D copies of such rows */
 } lm_rates;
 
 typedef struct lm_engine_options {
@@ -68,6 +67,8 @@ typedef struct lm_engine_options {
   int32_t batch_flags;     /* cudaMemcpyFlags of a batched copy */
   int32_t paced;           /* CPU device: 1: a window moves only when granted, for tests */
   int32_t gather_factor_percent; /* AUTO gathers where copies would take so much of its time; 0: never */
+  int32_t copy_streams; /* 1 or 2: windows take turns on so many */
+  int32_t reserved;
   lm_rates rates;
 } lm_engine_options;
 
@@ -132,8 +133,10 @@ LM_API void lm_engine_destroy(lm_engine *engine);
 /* Makes a paged cache known: form, chunk_tokens and groups (sizes, bases, strides; no block ids) of `shape`. */
 LM_API lm_status lm_engine_register(lm_engine *engine, const lm_request *shape, int32_t *cache);
 
-/* Queues a transfer and returns; everything that can fail cheaply has been checked (LM_INVALID). Structures are copied. */
-LM_API int32_t lm_engine_submit(lm_engine *engine, const lm_submission *submission, lm_transfer **transfer);
+/* Queues a transfer and returns; everything that can fail cheaply has been checked (LM_INVALID). Structures are copied.
+ * *queued receives its progress before the lane has seen it. */
+LM_API int32_t lm_engine_submit(lm_engine *engine, const lm_submission *submission, lm_transfer **transfer,
+                                lm_progress *queued);
 
 /* The token of a transfer that has drained and was not reported yet; LM_TIMEOUT: none within the bound. */
 LM_API int32_t lm_engine_next_drained(lm_engine *engine, int64_t timeout_ns, uint64_t *token);
