@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from lamella.cuda_ext.bench_transfer import (
     host_cost,
     idle,
 )
-from lamella.cuda_ext.beside import another_process, torch_reason
+from lamella.cuda_ext.beside import OtherProcess, torch_reason
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.provenance import provenance_of
 from lamella.reference.plan import Direction
@@ -84,12 +84,16 @@ def run_bench(
         loads = [load for load in loads if load == IDLE]
     rows: list[Row] = []
     slowdowns: list[Slowdown] = []
-    for index, shape in enumerate(map(scope.cut, scope.shapes)):
-        progress(f"{shape.name}: {', '.join(loads)}")
-        with TransferBench(device, shape, scope.num_bytes, settings, duplex=True) as bench:
-            rows += _main_rows(bench, loads)
-            if HERE in loads and not index:
-                slowdowns += bench.slowdowns(settings.rows)
+    with contextlib.ExitStack() as stack:
+        other = None
+        if ELSEWHERE in loads and scope.shapes:
+            other = stack.enter_context(OtherProcess(device.name, settings.rows))
+        for index, shape in enumerate(map(scope.cut, scope.shapes)):
+            progress(f"{shape.name}: {', '.join(loads)}")
+            with TransferBench(device, shape, scope.num_bytes, settings, duplex=True) as bench:
+                rows += _main_rows(bench, loads, other)
+                if HERE in loads and not index:
+                    slowdowns += bench.slowdowns(settings.rows)
     for shape in map(scope.cut, scope.small):
         progress(f"{shape.name}: {IDLE}")
         for shuffled in (True, False):
@@ -107,7 +111,7 @@ def run_bench(
     )
 
 
-def _main_rows(bench: TransferBench, loads: Sequence[str]) -> list[Row]:
+def _main_rows(bench: TransferBench, loads: Sequence[str], other: OtherProcess | None) -> list[Row]:
     for direction in Direction:
         bench.check(direction)
     layers = bench.shape.geometry.num_layers
@@ -121,11 +125,7 @@ def _main_rows(bench: TransferBench, loads: Sequence[str]) -> list[Row]:
     if HERE in loads:
         with bench.products_here(bench.settings.rows) as load:
             rows += bench.rows([*retrieves, store], HERE, load, raw_idle)
-    if ELSEWHERE in loads:
-        with _elsewhere(bench):
+    if other:
+        with other.multiplying():
             rows += bench.rows([*retrieves, store], ELSEWHERE, idle, raw_idle)
     return rows
-
-
-def _elsewhere(bench: TransferBench) -> AbstractContextManager[None]:
-    return another_process(bench.device.name, bench.settings.rows)

@@ -3,21 +3,22 @@
 Prefill is mostly matrix products, and they are what a copy disturbs and is disturbed by. Needs torch; a machine without
 it measures transfers alone. On the CPU device the products run on the CPU.
 
-Run as a program (`python -m lamella.cuda_ext.beside DEVICE ROWS`) it multiplies until its standard input closes.
+Run as a program (`python -m lamella.cuda_ext.beside DEVICE ROWS`) it is the other process of `OtherProcess`.
 """
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Final
+from contextlib import contextmanager, suppress
+from typing import Any, Final, Self
 
 WIDTH: Final = 8192
 CPU_WIDTH: Final = 512
-_READY: Final = "multiplying"
+_MULTIPLYING, _PAUSED = "multiplying", "paused"
 
 
 def torch_reason(device: str) -> str | None:
@@ -105,49 +106,88 @@ class Products:
         taken.append(int(first.elapsed_time(last) * 1e6))
 
 
-@contextmanager
-def another_process(device: str, rows: int, start_timeout_s: float = 120) -> Iterator[None]:
-    """Inside the block another process multiplies on the device without a pause; afterwards it has ended.
+class OtherProcess:
+    """Another process on the same device that multiplies while it is told to; a context manager ends it.
+
+    Args:
+        device: as torch names it.
+        rows: as for `Products`.
+        timeout_s: bound on its start, and on each of its answers.
 
     Raises:
-        RuntimeError: it did not start within `start_timeout_s`, or ended inside the block.
+        RuntimeError: it did not start within the bound.
     """
-    command = [sys.executable, "-m", "lamella.cuda_ext.beside", device, str(rows)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
+
+    def __init__(self, device: str, rows: int, timeout_s: float = 120) -> None:
+        command = [sys.executable, "-m", "lamella.cuda_ext.beside", device, str(rows)]
+        self._timeout_s = timeout_s
+        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         try:
-            line = _line_within(child, start_timeout_s)
-            if line != _READY:
-                raise RuntimeError(f"the process beside did not start within {start_timeout_s} s, it said {line!r}")
-            yield
-            if child.poll() is not None:
-                raise RuntimeError(f"the process beside ended with code {child.returncode} while it was needed")
-        finally:
-            child.stdin.close()
-            try:
-                child.wait(30)
-            except subprocess.TimeoutExpired:
-                child.kill()
+            self._expect(_PAUSED)
+        except BaseException:
+            self.close()
+            raise
+
+    @contextmanager
+    def multiplying(self) -> Iterator[None]:
+        """Inside the block it multiplies without a pause.
+
+        Raises:
+            RuntimeError: it ended, or does not answer.
+        """
+        self._tell(_MULTIPLYING)
+        yield
+        self._tell(_PAUSED)
+
+    def close(self) -> None:
+        """It has ended. A second call does nothing."""
+        for pipe in (self._child.stdin, self._child.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):  # a word that it never read
+                    pipe.close()
+        try:
+            self._child.wait(30)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _tell(self, word: str) -> None:
+        assert self._child.stdin is not None
+        try:
+            self._child.stdin.write(word + "\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            raise RuntimeError(f"the process beside ended with code {self._child.wait(10)}") from None
+        self._expect(word)
+
+    def _expect(self, word: str) -> None:
+        assert self._child.stdout is not None
+        readable, _, _ = select.select([self._child.stdout], [], [], self._timeout_s)
+        said = self._child.stdout.readline().strip() if readable else f"nothing for {self._timeout_s} s"
+        if said != word:
+            raise RuntimeError(f"the process beside should have said {word!r}, it said {said!r}")
 
 
-def _line_within(child: subprocess.Popen[str], timeout_s: float) -> str:
-    import select
-
-    assert child.stdout is not None
-    readable, _, _ = select.select([child.stdout], [], [], timeout_s)
-    return child.stdout.readline().strip() if readable else ""
-
-
-def _multiply_until_closed(device: str, rows: int) -> None:
-    import select
-
+def _serve(device: str, rows: int) -> None:
+    """Says which of the two states it is in, first and whenever it is told one, until its standard input closes."""
     products = Products(device, rows)
-    sys.stdout.write(_READY + "\n")
-    sys.stdout.flush()
-    while not select.select([sys.stdin], [], [], 0)[0]:
-        products.enqueue(40).wait()
+    state = _PAUSED
+    while True:
+        sys.stdout.write(state + "\n")
+        sys.stdout.flush()
+        while state == _MULTIPLYING and not select.select([sys.stdin], [], [], 0)[0]:
+            products.enqueue(40).wait()
+        line = sys.stdin.readline()
+        if not line:
+            return
+        state = line.strip()
 
 
 if __name__ == "__main__":
-    _multiply_until_closed(sys.argv[1], int(sys.argv[2]))
+    _serve(sys.argv[1], int(sys.argv[2]))
