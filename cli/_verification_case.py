@@ -127,7 +127,7 @@ def build_case(scope: Scope, max_bytes: int) -> TransferCase:
         needed = [1 + max((0, *scope.block_ids)) for _ in sizes]
     else:
         requests, needed = _two_requests(scope, sizes)
-    blocks = [scope.num_blocks or count + _SPARE_BLOCKS for count in needed]
+    blocks = [count + _SPARE_BLOCKS if scope.num_blocks is None else scope.num_blocks for count in needed]
     case = TransferCase(
         caches=caches_of(scope.layout, scope.layout_name, blocks),
         form=scope.layout.form,
@@ -157,7 +157,7 @@ def _two_requests(scope: Scope, sizes: list[int]) -> tuple[list[TransferRequest]
     random = np.random.default_rng(scope.seed)
     unit = max(sizes) if scope.layout.form is ObjectForm.BLOCK else 1
     lengths = [scope.num_tokens, max(unit, scope.num_tokens * 2 // 3 // unit * unit)]
-    skip = min(lengths[1], (scope.layout.chunk_tokens // 2 // unit * unit) or unit)
+    skip = min((scope.layout.chunk_tokens // 2 // unit * unit) or unit, lengths[1] - unit)
     if unit == 1 and skip > 1:
         skip -= 1  # inside a block as well as inside a chunk
     tables: list[list[tuple[int, ...]]] = [[], []]
@@ -167,9 +167,8 @@ def _two_requests(scope: Scope, sizes: list[int]) -> tuple[list[TransferRequest]
         needed.append(1 + sum(counts))
         order = [1 + int(block) for block in random.permutation(sum(counts))]  # block 0 stays the null block
         first, second = order[: counts[0]], order[counts[0] :]
-        middle = (skip // size + counts[1]) // 2
         if counts[1] > 2:
-            second[middle] = 0
+            second[(skip // size + counts[1]) // 2] = 0
         tables[0].append(tuple(first))
         tables[1].append(tuple(second))
     requests = [

@@ -71,6 +71,8 @@ def register(app: typer.Typer) -> None:
                 found = _own_geometry(layers, kv, heads, head_dim, element_bytes, chunk_tokens, block_tokens)
             found, name = _with_layout(found, layout, form)
             table = _parse_ids(block_ids)
+            if table is None and (null_block is not None or skip_tokens):
+                raise ValueError("--null-block and --skip-tokens say more about --block-ids, which is not given")
             max_bytes = parse_bytes(memory)
             if tokens is None and table is not None:
                 tokens = len(table) * max(group.block_tokens for group in found.groups)
@@ -114,17 +116,8 @@ def register(app: typer.Typer) -> None:
         wall_ns = time.perf_counter_ns() - started
         broken = next((row for row in done if row.broken), None)
         if as_json:
-            rows_out = [
-                {
-                    **row._asdict(),
-                    "widths": [_written(w) for w in row.widths],
-                    "counterexample": repr(row.counterexample),
-                }
-                for row in done
-            ]
-            typer.echo(
-                json.dumps({**document, "rows": rows_out, "holds": broken is None, "wall_ns": wall_ns}, indent=2)
-            )
+            document |= {"rows": [_as_json(row) for row in done], "holds": broken is None, "wall_ns": wall_ns}
+            typer.echo(json.dumps(document, indent=2))
         else:
             _print_table(done, wall_ns)
             _print_end(done, broken)
@@ -201,6 +194,10 @@ def _headline(model: str | None, case: TransferCase, layout: str) -> str:
     )
 
 
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 20):,.0f} MiB" if num_bytes >= 10 << 20 else f"{num_bytes / 1024:,.1f} KiB"
+
+
 def _written(width: Width) -> str:
     if width is None:
         return "chunk-major"
@@ -214,6 +211,7 @@ def _as_json(row: Row) -> dict[str, object]:
 
 def _print_table(rows: list[Row], wall_ns: int) -> None:
     table = Table("law", "executor", "layers per slice", "moved", "compared", "time", "holds")
+    table.columns[0].no_wrap = True
     for column in (3, 4, 5):
         table.columns[column].justify = "right"
     for row in rows:
@@ -221,8 +219,8 @@ def _print_table(rows: list[Row], wall_ns: int) -> None:
             row.law,
             row.executor,
             " ".join(_written(width) for width in row.widths),
-            f"{row.bytes_moved / (1 << 20):,.0f} MiB",
-            f"{row.bytes_compared / (1 << 20):,.0f} MiB" if row.bytes_compared else "",
+            _size(row.bytes_moved),
+            _size(row.bytes_compared) if row.bytes_compared else "",
             f"{row.wall_ns / 1e9:.1f} s",
             "no" if row.broken else "yes",
         )
@@ -233,7 +231,7 @@ def _print_table(rows: list[Row], wall_ns: int) -> None:
 def _print_end(rows: list[Row], broken: Row | None) -> None:
     if broken is None:
         moved = sum(row.bytes_moved for row in rows)
-        typer.echo(f"Every law holds: {moved / (1 << 30):.2f} GiB moved, no byte differs.")
+        typer.echo(f"Every law holds: {_size(moved)} moved, no byte differs.")
         return
     typer.echo(f"BROKEN: {broken.law} ({broken.executor}): {broken.broken}")
     typer.echo("The smallest case found that shows it:")
