@@ -169,10 +169,10 @@ class BenchReport:
     def lines(self) -> Iterable[str]:
         """The tables, as text of fixed columns."""
         yield (
-            f"{self.provenance.device_name} ({self.provenance.device}), {self.provenance.date}; "
-            "times are medians from the call to the last landing; × is the ratio to a raw copy of the same bytes "
-            "beside the same load, × idle to one with nothing beside it, × queued as × from when the engine had "
-            "the transfer; first: the first slice, against its share of the idle raw copy; spread: (most − least) / median"
+            f"{self.provenance.device_name} ({self.provenance.device}), {self.provenance.date}; times are medians "
+            "from the call to the last landing; × is the ratio to a raw copy of the same bytes beside the same load, "
+            "× idle to one with nothing beside it, × queued as × from when the engine had the transfer; first: the "
+            "first slice, against its share of the idle raw copy; spread is (most − least) / median"
         )
         yield ""
         header = ("shape", "beside", "direction", "width", "method", "ms", "GB/s", "×", "× idle", "× queued")
