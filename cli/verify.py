@@ -224,7 +224,7 @@ def _print_table(rows: list[Row], wall_ns: int) -> None:
             f"{row.wall_ns / 1e9:.1f} s",
             "no" if row.broken else "yes",
         )
-    Console(width=max(120, Console().width)).print(table)
+    Console(width=max(140, Console().width)).print(table)
     typer.echo(f"{wall_ns / 1e9:.1f} s in all.")
 
 
