@@ -21,7 +21,6 @@ from lamella.connector.in_flight import Load, drain
 from lamella.connector.layerwise import LayerFuture, LayerwiseConnector
 from lamella.connector.slice_objects import slice_engines
 from lamella.connector.streams import Blocks, ComputeStream, TransferStream
-from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.executors import HostObjects
@@ -179,7 +178,7 @@ class BufferedConnector(LayerwiseConnector):
                 transfer.wait(self.timeout_s)
             else:
                 transfer.wait_layer(0, self.current_stream.handle, self.timeout_s)
-        except (TransferStopped, TimeoutError) as error:
+        except (RuntimeError, TimeoutError) as error:  # stopped, or the device is lost
             load.shorten(0, f"a layer could not be scattered: {error}")
 
     def _buffer(self, layer: int) -> int:

@@ -155,7 +155,9 @@ class CacheEngine:
         """
         wanted = _wanted(mask, len(tokens))
         keys = self.keys_of(tokens, tenant)[: -(-wanted.num_tokens // self.space.chunk_tokens)]
-        held = self.storage.hold_prefix(keys if self._allowed() and wanted.skip_tokens < wanted.num_tokens else ())
+        if not self._allowed() or wanted.skip_tokens == wanted.num_tokens:
+            keys = ()
+        held = self.storage.hold_prefix(keys, wanted.skip_tokens // self.space.chunk_tokens)
         try:
             num_tokens = min(wanted.num_tokens, _tokens_of(held.keys))
             blocks = Blocks(tuple(block_ids), num_tokens, min(wanted.skip_tokens, num_tokens))
@@ -175,8 +177,8 @@ class CacheEngine:
             next(consumer)
             yield _coming(load, held)
             for layer in range(1, self.num_layers + 1):
+                unsent = None  # the connector's from here on
                 consumer.send(future)
-                unsent = None
                 if layer < self.num_layers:  # what a tier has to read is read while this layer is under way
                     following = next(futures)
                     unsent = following if following is not future else None
@@ -226,12 +228,12 @@ class CacheEngine:
         if mask is not None and wanted.skip_tokens < wanted.num_tokens < len(tokens):
             raise ValueError(f"a store's mask must be True to its end, got False from token {wanted.num_tokens} on")
         keys = self.keys_of(tokens, tenant)
-        first_chunk = wanted.skip_tokens // self.space.chunk_tokens
         blocks = Blocks(tuple(block_ids), _tokens_of(keys))
         self.connector.check(blocks, Direction.STORE)
-        reservation = self.storage.allocate(keys[first_chunk:]) if self._allowed() else None
-        if reservation is None and keys[first_chunk:]:
-            _log.info("%d chunks are not stored: no room for all of them now", len(keys) - first_chunk)
+        new = keys[wanted.skip_tokens // self.space.chunk_tokens :] if wanted.skip_tokens < wanted.num_tokens else ()
+        reservation = self.storage.allocate(new) if self._allowed() else None
+        if reservation is None and new:
+            _log.info("%d chunks are not stored: no room for all of them now", len(new))
         chunk_of = {key: chunk for chunk, key in enumerate(keys)}
         placed = {} if reservation is None else dict(zip(reservation.keys, reservation.addresses, strict=True))
         save = Save(blocks, {chunk_of[key]: address for key, address in placed.items()})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,22 @@ from lamella.cuda_ext.transfer import Transfer
 from lamella.reference.slices import Slice
 
 _log = logging.getLogger(__name__)
+
+
+class Bound:
+    """A bound on several waits together (SAFE-5).
+
+    Args:
+        timeout_s: seconds from now on.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._until = time.monotonic() + timeout_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that may still be waited, 0 once the bound has passed."""
+        return max(0.0, self._until - time.monotonic())
 
 
 class Moving(NamedTuple):
@@ -117,9 +134,10 @@ class Save:
 
 def drain(transfers: Sequence[Transfer], timeout_s: float) -> None:
     """Nothing of these is in flight; said where a device does not let go within the bound."""
+    bound = Bound(timeout_s)
     for transfer in transfers:
         try:
-            transfer.wait_final(timeout_s)
+            transfer.wait_final(bound.left_s)
         except TimeoutError:
             _log.error(
                 "layers %s have not drained within %s s: their blocks must not be reused",

@@ -22,11 +22,10 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 
-from lamella.connector.in_flight import Load, Moving, Save, drain
+from lamella.connector.in_flight import Bound, Load, Moving, Save, drain
 from lamella.connector.slice_objects import slice_engines, slice_groups, slice_layout
 from lamella.connector.storage.held_prefix import LayerObjects, SliceSource
 from lamella.connector.streams import Blocks, ComputeStream, HostStream, Moment, Span, TransferStream
-from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.executors import HostObjects
 from lamella.cuda_ext.slots import SlotMemory
@@ -46,18 +45,18 @@ class _SliceLoad:
         self.part = part
         self.submitted: Future[tuple[Moving, ...]] = Future()
 
-    def hold_back(self, stream: ComputeStream, timeout_s: float) -> None:
+    def hold_back(self, stream: ComputeStream, bound: Bound) -> None:
         """`stream` goes on once the slice has landed; what cannot be waited for ends the load there instead."""
         layer = self.part.first_layer
         try:
-            moving = self.submitted.result(timeout_s)
+            moving = self.submitted.result(bound.left_s)
         except FutureTimeoutError:
-            self.load.shorten(0, f"layer {layer} was not read within {timeout_s} s")
+            self.load.shorten(0, f"layer {layer} was not read in time")
             return
         for one in moving:
             try:
-                one.transfer.wait_layer(one.layer, stream.handle, timeout_s)
-            except (TransferStopped, TimeoutError) as error:
+                one.transfer.wait_layer(one.layer, stream.handle, bound.left_s)
+            except (RuntimeError, TimeoutError) as error:  # stopped, or the device is lost
                 self.load.shorten(one.first_chunk, f"layer {layer}: {error}")
 
 
@@ -206,9 +205,10 @@ class LayerwiseConnector:
         due = [
             one for one in self._on_their_way if one.part.first_layer <= layer and (only is None or one.load is only)
         ]
+        bound = Bound(self.timeout_s)
         for one in due:
             self._on_their_way.remove(one)
-            one.hold_back(self.current_stream, self.timeout_s)
+            one.hold_back(self.current_stream, bound)
 
     def _finish(self, load: Load) -> None:
         """Nothing of the load is waited for any more; of one that did not end well nothing is in flight either."""
@@ -263,10 +263,11 @@ class LayerwiseConnector:
             save.moving.append(Moving(part, first_chunk, transfer, part.first_layer))
 
     def _wait_stored(self, save: Save) -> None:
+        bound = Bound(self.timeout_s)
         for one in save.moving:
             try:
-                one.transfer.wait(self.timeout_s)
-            except (TransferStopped, TimeoutError) as error:
+                one.transfer.wait(bound.left_s)
+            except (RuntimeError, TimeoutError) as error:  # stopped, or the device is lost
                 save.give_up(f"layer {one.part.first_layer}: {error}")
         if save.reason is not None:
             drain([one.transfer for one in save.moving], self.timeout_s)

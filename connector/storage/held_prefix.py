@@ -51,12 +51,14 @@ class Run(NamedTuple):
 class HeldPrefix:
     """The longest prefix that can be retrieved now; what lies in the pool stays there until the last holder let go.
 
-    Made with one holder. `hold` adds one, `release` ends one.
+    Made with one holder. `hold` adds one, `release` ends one. Chunks before `first_wanted` are part of the prefix, but
+    nobody wants their bytes.
     """
 
-    def __init__(self, keys: tuple[ChunkKey, ...], runs: tuple[Run, ...]) -> None:
+    def __init__(self, keys: tuple[ChunkKey, ...], runs: tuple[Run, ...], first_wanted: int = 0) -> None:
         self.keys = keys
         self.runs = runs
+        self.first_wanted = first_wanted
         self._holders = 1
         self._lock = threading.Lock()
 

@@ -81,11 +81,15 @@ class StorageManager:
         held.release()
         return held.num_chunks
 
-    def hold_prefix(self, keys: Sequence[ChunkKey]) -> HeldPrefix:
+    def hold_prefix(self, keys: Sequence[ChunkKey], first_wanted: int = 0) -> HeldPrefix:
         """The longest prefix of `keys` that the pool and the tiers hold between them, for the caller to release.
 
         A tier that cannot say counts as empty. Chunks from tiers end where the layer buffers would not hold one slice
         of all of them, which no waiting could change.
+
+        Args:
+            keys: of the sequence's chunks, from the first on.
+            first_wanted: chunks before it are there for the engine already; they are not read.
         """
         runs: list[Run] = []
         chunk = from_tiers = 0
@@ -102,18 +106,19 @@ class StorageManager:
                 if owners is None:
                     owners = self._owners(keys[chunk:], chunk)
                 tier = owners[chunk]
-                if tier is None or from_tiers == most:
+                wanted = chunk >= first_wanted
+                if tier is None or (wanted and from_tiers == most):
                     break
                 if runs and runs[-1].tier is tier:
                     runs[-1] = runs[-1]._replace(num_chunks=runs[-1].num_chunks + 1)
                 else:
                     runs.append(Run(chunk, 1, tier, None))
                 chunk += 1
-                from_tiers += 1
+                from_tiers += wanted
         except BaseException:
             HeldPrefix(tuple(keys[:chunk]), tuple(runs)).release()
             raise
-        return HeldPrefix(tuple(keys[:chunk]), tuple(runs))
+        return HeldPrefix(tuple(keys[:chunk]), tuple(runs), first_wanted)
 
     def layerwise_batched_get(
         self, held: HeldPrefix, slices: Sequence[Slice]
@@ -134,7 +139,8 @@ class StorageManager:
 
     def _get(self, held: HeldPrefix, part: Slice) -> Future[LayerObjects]:
         future: Future[LayerObjects] = Future()
-        if all(run.tier is None for run in held.runs):
+        wanted = [run for run in held.runs if run.first_chunk + run.num_chunks > held.first_wanted]
+        if all(run.tier is None for run in wanted):
             future.set_result(self._gather(held, part))
             return future
         held.hold()
@@ -155,14 +161,20 @@ class StorageManager:
         sources: list[SliceSource] = []
         chunks, reason = 0, None
         for run in held.runs:
+            end = run.first_chunk + run.num_chunks
+            first = max(run.first_chunk, held.first_wanted)
+            if first >= end:
+                chunks = end
+                continue
             if run.tier is None:
                 assert run.lease is not None, "a run of the pool is pinned"
                 held.hold()
-                objects = self._host_objects(run.first_chunk, run.lease.addresses, self.pool)
-                sources.append(SliceSource(run.first_chunk, run.num_chunks, objects, False, held.release))
-                chunks += run.num_chunks
+                objects = self._host_objects(first, run.lease.addresses[first - run.first_chunk :], self.pool)
+                sources.append(SliceSource(first, end - first, objects, False, held.release))
+                chunks = end
                 continue
-            source, reason = self._read(held, run, part)
+            source, reason = self._read(held, Run(first, end - first, run.tier, None), part)
+            chunks = first
             if source is not None:
                 sources.append(source)
                 chunks += source.num_chunks

@@ -9,12 +9,15 @@ Contracts, which `tests/connector/tier_laws.py` checks of every tier:
   died in between.
 - TIER-2 a key's bytes never change: keys name content, so putting a key again changes nothing.
 - TIER-3 a range is filled wholly or the call raises; a caller may then not read what it passed.
+- TIER-4 bytes that are not those that were put are never served: an object of which a part is damaged, foreign or of
+  another format is removed, and is a miss from then on.
+- TIER-5 every call ends within the tier's time-out, whatever became of its disk or server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
@@ -22,6 +25,17 @@ from lamella.reference.layout import ByteRange
 
 class TierError(Exception):
     """The tier cannot serve now: unreachable, full, or an object of it is damaged. The message says which and why."""
+
+
+class DamagedObjectError(TierError):
+    """An object's bytes are not those that were put."""
+
+
+class Leading(NamedTuple):
+    """How far a read of several objects came: the first `num_objects` are there, and why not the next one."""
+
+    num_objects: int
+    error: KeyError | TierError | None = None
 
 
 class Tier(Protocol):
@@ -50,6 +64,18 @@ class Tier(Protocol):
             KeyError: there is no such object (any more).
             TierError: it cannot be read.
             ValueError: a range outside the object, or a buffer of another length than its range.
+        """
+        ...
+
+    def get_leading(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+    ) -> Leading:
+        """`into[i][j]` holds range `j` of object `i`, for the objects up to the first that cannot be had.
+
+        One slice of a prefix: a tier that pays for every question asks for all of them together.
+
+        Raises:
+            ValueError: as `get_ranges`.
         """
         ...
 
@@ -88,3 +114,15 @@ def check_ranges(ranges: Sequence[ByteRange], into: Sequence[memoryview], object
             raise ValueError(f"{wanted} is outside an object of {object_bytes} bytes")
         if buffer.nbytes != wanted.num_bytes:
             raise ValueError(f"the buffer of {wanted} holds {buffer.nbytes} bytes")
+
+
+def get_in_turn(
+    tier: Tier, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+) -> Leading:
+    """`Tier.get_leading` for a tier that gains nothing from several questions at once."""
+    for done, (key, buffers) in enumerate(zip(keys, into, strict=True)):
+        try:
+            tier.get_ranges(key, ranges, buffers)
+        except (KeyError, TierError) as error:
+            return Leading(done, error)
+    return Leading(len(keys))

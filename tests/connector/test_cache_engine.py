@@ -401,6 +401,23 @@ def test_blocks_that_are_missing_or_named_twice_are_refused_before_anything_is_t
         assert run.references() == (0, 0, 0)
 
 
+def test_chunks_that_the_engine_has_already_are_not_read_from_a_tier() -> None:
+    run, tier = tiered(num_buffers=2)
+    with run:
+        only_in_tier(run, TOKENS)
+        keys = run.cache_engine.keys_of(TOKENS)
+        mask = np.arange(16) >= 10
+        assert run.retrieve(TOKENS, THERE, mask=mask).tolist() == mask.tolist(), "two chunks, for which buffers suffice"
+        assert all(run.holds(layer, TOKENS, THERE, 10, 16) for layer in range(run.num_layers))
+        assert {key for key, _ in tier.reads} == set(keys[2:])
+
+
+def test_a_store_that_nobody_wants_stores_nothing_not_even_a_partial_chunk() -> None:
+    with Deployment(save_partial_chunk=True) as run:
+        assert run.store(TOKENS[:10], HERE, mask=np.zeros(10, np.bool_)) == 0
+        assert run.pool.report().occupancy.ready == 0
+
+
 # ---- what a scheduler asks
 
 

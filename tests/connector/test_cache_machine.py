@@ -163,8 +163,8 @@ class CacheMachine(RuleBasedStateMachine):
     def tier_serves(self) -> bool:
         return not self.memory.down and self.tier.breaker.state is not CircuitState.OPEN
 
-    def hold(self, document: list[int]) -> tuple[list[list[Object]], int, int]:
-        """(pool runs pinned, chunks, of them from the tier), as `hold_prefix` must find and pin them."""
+    def hold(self, document: list[int], first_wanted: int = 0) -> tuple[list[list[Object]], int, int]:
+        """(pool runs pinned, chunks, of them read from the tier), as `hold_prefix` must find and pin them."""
         runs: list[list[Object]] = []
         asked, serves, chunk, from_tier = False, False, 0, 0
         prefixes = self.prefixes(document)
@@ -180,8 +180,8 @@ class CacheMachine(RuleBasedStateMachine):
                 asked, serves = True, self.tier_serves()
             if not serves or self.key(prefixes[chunk]) not in self.memory.objects:
                 break
+            from_tier += chunk >= first_wanted
             chunk += 1
-            from_tier += 1
         return runs, chunk, from_tier
 
     def release(self, runs: list[list[Object]]) -> None:
@@ -219,7 +219,7 @@ class CacheMachine(RuleBasedStateMachine):
         tokens = self.tokens(document)
         skip = min(skip, len(tokens))
         mask = np.arange(len(tokens)) >= skip
-        runs, chunks, from_tier = self.hold(document) if skip < len(tokens) else ([], 0, 0)
+        runs, chunks, from_tier = self.hold(document, skip // CHUNK) if skip < len(tokens) else ([], 0, 0)
         table = self.tables.pop()
         self.run.cache[:, :, table] = POISON
         generator = self.run.cache_engine.retrieve_layer(tokens, [table], mask)

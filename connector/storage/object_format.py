@@ -1,0 +1,249 @@
+"""The bytes that tiers keep of an object: a header that says what it is, then the object.
+
+    | magic, version, sizes, key, time written | one checksum a run | BLAKE3 of all that | 0 ... | object bytes |
+    └────────────────────────── header, whole pages ─────────────────────────────────────┘
+
+A run is what a layer occupies in one piece: a slice is a few neighbouring runs. Each run has its own checksum, so a
+slice is verified alone, without the rest of its object (FMT-1). Ranges that cut a run are served by reading the whole
+run; no byte is served that was not verified (FMT-2).
+
+What decides how an object is read, the format version and the lengths of its runs, makes up the `tag`, and tiers keep
+objects under it. Entries of another version or layout are therefore not found, like those of another model, adapter,
+element type or tenant, which are other key spaces (FMT-3).
+
+XXH3 (64 bits) finds damage, at the speed of memory; it is no defence against an adversary who can write to the store.
+"""
+
+from __future__ import annotations
+
+import itertools
+import struct
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from blake3 import blake3
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from lamella.connector.storage.tier import DamagedObjectError
+from lamella.reference.keys import ChunkKey
+from lamella.reference.layout import ByteRange, ObjectLayout
+
+FORMAT_VERSION: Final = 2
+PAGE_BYTES: Final = 4096
+PIECE_BYTES: Final = 256 << 10
+"""Read and hashed in turns of this size, so that the hash finds the bytes in the core's cache."""
+_MAGIC: Final = b"LAMELLA\0"
+_FIELDS: Final = struct.Struct("<8sIIQQ32s32sQ")  # magic, version, runs, object bytes, tokens, space, prefix, written
+_DIGEST_BYTES: Final = 32
+_PREAMBLE: Final = struct.Struct("<8sI")
+
+
+class Header(NamedTuple):
+    """What a header says beyond what its reader knew: when the object was written, and its runs' checksums."""
+
+    written_ns: int
+    checksums: tuple[int, ...]
+
+
+class RunRead(NamedTuple):
+    """Whole runs to read: object bytes `source` into `target`; then `copies` from parts of it to where they belong."""
+
+    source: ByteRange
+    target: memoryview
+    first_run: int
+    copies: tuple[tuple[memoryview, memoryview], ...]
+
+
+def layer_runs(layout: ObjectLayout) -> tuple[int, ...]:
+    """Lengths of the runs that a layout's objects consist of, in order: each layer's pieces, and the padding between.
+
+    >>> from lamella.reference.geometry import KVGeometry
+    >>> layer_runs(ObjectLayout.single(KVGeometry(3, 2, 2, 4, 2, 8), 4))
+    (128, 128, 128, 128, 128, 128)
+    """
+    ranges = sorted(
+        found
+        for index, group in enumerate(layout.groups)
+        for layer in range(group.geometry.num_layers)
+        for found in layout.ranges(index, layer, 1, 0, layout.chunk_tokens)
+    )
+    runs, end = [], 0
+    for found in ranges:
+        if found.offset > end:
+            runs.append(found.offset - end)
+        runs.append(found.num_bytes)
+        end = found.offset + found.num_bytes
+    return tuple(runs)
+
+
+@dataclass(frozen=True)
+class ObjectFormat:
+    """How objects of one layout are kept.
+
+    Args:
+        object_bytes: length of an object.
+        run_bytes: lengths of its runs, in order; empty: the object is one run.
+
+    Raises:
+        ValueError: object_bytes below 1, an empty run, or runs that do not add up to the object.
+    """
+
+    object_bytes: int
+    run_bytes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.object_bytes < 1:
+            raise ValueError(f"object_bytes must be at least 1, got {self.object_bytes}")
+        runs = self.run_bytes or (self.object_bytes,)
+        if min(runs) < 1 or sum(runs) != self.object_bytes:
+            raise ValueError(f"runs must be positive and add up to {self.object_bytes} bytes, got {sum(runs)}")
+        starts = (0, *itertools.accumulate(runs))
+        object.__setattr__(self, "run_bytes", runs)
+        object.__setattr__(self, "_starts", starts)  # of each run, and the object's end
+        head = _FIELDS.size + 8 * len(runs) + _DIGEST_BYTES
+        object.__setattr__(self, "header_bytes", -(-head // PAGE_BYTES) * PAGE_BYTES)
+        described = struct.pack(f"<II{len(runs)}Q", FORMAT_VERSION, len(runs), *runs)
+        object.__setattr__(self, "tag", blake3(described).hexdigest()[:16])
+
+    _starts: tuple[int, ...] = ()
+    header_bytes: int = 0
+    """Whole pages; the object begins behind them."""
+    tag: str = ""
+    """16 hexadecimal digits; equal for formats that can read each other's objects."""
+
+    @classmethod
+    def of(cls, layout: ObjectLayout) -> ObjectFormat:
+        """The format of a layout's objects, with a run a layer."""
+        return cls(layout.object_bytes, layer_runs(layout))
+
+    @property
+    def stored_bytes(self) -> int:
+        """Header and object."""
+        return self.header_bytes + self.object_bytes
+
+    # ---- writing
+
+    def header(self, key: ChunkKey, data: memoryview, written_ns: int) -> bytes:
+        """The header of an object with these bytes.
+
+        Raises:
+            ValueError: data that is not one object long.
+        """
+        if data.nbytes != self.object_bytes:
+            raise ValueError(f"an object has {self.object_bytes} bytes, got {data.nbytes}")
+        whole = data.cast("B")
+        sums = [xxh3_64_intdigest(whole[start:end]) for start, end in itertools.pairwise(self._starts)]
+        count = len(sums)
+        packed = _FIELDS.pack(
+            _MAGIC, FORMAT_VERSION, count, self.object_bytes, key.num_tokens, key.space, key.prefix, written_ns
+        ) + struct.pack(f"<{count}Q", *sums)
+        return (packed + blake3(packed).digest()).ljust(self.header_bytes, b"\0")
+
+    # ---- reading
+
+    def parse_header(self, key: ChunkKey, header: bytes | bytearray | memoryview, where: str) -> Header:
+        """What an object's header says, once it is whole and that of this key.
+
+        Args:
+            where: names the object in errors.
+
+        Raises:
+            DamagedObjectError: anything else than a header that `header` made for this key.
+        """
+        known = self._known(bytes(header), where)
+        num_runs, object_bytes, num_tokens, space, prefix, written_ns = known
+        if object_bytes != self.object_bytes or num_runs != len(self.run_bytes):
+            raise DamagedObjectError(
+                f"{where} is an object of {object_bytes} bytes in {num_runs} runs, the layout says "
+                f"{self.object_bytes} in {len(self.run_bytes)}"
+            )
+        if ChunkKey(space, prefix, num_tokens) != key:
+            raise DamagedObjectError(f"{where} holds another key than its name says")
+        return Header(written_ns, struct.unpack_from(f"<{num_runs}Q", header, _FIELDS.size))
+
+    def _known(self, header: bytes, where: str) -> tuple[int, int, int, bytes, bytes, int]:
+        magic, version = _PREAMBLE.unpack_from(header) if len(header) >= _PREAMBLE.size else (b"", 0)
+        if magic != _MAGIC:
+            raise DamagedObjectError(f"{where} is not an object of Lamella's")
+        if version != FORMAT_VERSION:
+            raise DamagedObjectError(f"{where} has format version {version}, this program reads {FORMAT_VERSION}")
+        if len(header) < _FIELDS.size:
+            raise DamagedObjectError(f"{where} has a header of {len(header)} bytes")
+        _, _, num_runs, object_bytes, num_tokens, space, prefix, written_ns = _FIELDS.unpack_from(header)
+        end = _FIELDS.size + 8 * num_runs
+        if blake3(header[:end]).digest() != header[end : end + _DIGEST_BYTES]:
+            raise DamagedObjectError(f"{where} has a damaged header")
+        return num_runs, object_bytes, num_tokens, space, prefix, written_ns
+
+    def reads(self, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> tuple[RunRead, ...]:
+        """What to read for these ranges: the caller's buffers themselves where a range is whole runs."""
+        found: list[RunRead] = []
+        for wanted, buffer in zip(ranges, into, strict=True):
+            first = bisect_right(self._starts, wanted.offset) - 1
+            end = wanted.offset + wanted.num_bytes
+            last = bisect_right(self._starts, end - 1)
+            start, stop = self._starts[first], self._starts[last]
+            if (start, stop) == (wanted.offset, end):
+                found.append(RunRead(wanted, buffer.cast("B"), first, ()))
+                continue
+            target = memoryview(bytearray(stop - start))
+            copy = (target[wanted.offset - start : end - start], buffer.cast("B"))
+            found.append(RunRead(ByteRange(start, stop - start), target, first, (copy,)))
+        return tuple(found)
+
+    def verifier(self, read: RunRead, header: Header, where: str) -> RunVerifier:
+        """Checks the bytes of one read as they come."""
+        return RunVerifier(self.run_bytes[read.first_run :], header.checksums[read.first_run :], read.first_run, where)
+
+    def verify(self, reads: Iterable[RunRead], header: Header, where: str) -> None:
+        """Every read's target holds what was put.
+
+        Raises:
+            DamagedObjectError: it does not.
+        """
+        for read in reads:
+            self.verifier(read, header, where).feed(read.target)
+
+
+class RunVerifier:
+    """Compares neighbouring runs with their checksums, fed piece by piece in order."""
+
+    def __init__(self, run_bytes: Sequence[int], checksums: Sequence[int], first_run: int, where: str) -> None:
+        self._expected = zip(itertools.count(first_run), run_bytes, checksums, strict=False)
+        self._where = where
+        self._hash = xxh3_64()
+        self._run, self._left, self._checksum = next(self._expected)
+
+    def feed(self, data: memoryview) -> None:
+        """The next bytes.
+
+        Raises:
+            DamagedObjectError: a run that ends in them is not what was put.
+        """
+        done = 0
+        while done < data.nbytes:
+            part = data[done : done + self._left]
+            self._hash.update(part)
+            done += part.nbytes
+            self._left -= part.nbytes
+            if self._left:
+                continue
+            if self._hash.intdigest() != self._checksum:
+                raise DamagedObjectError(f"{self._where} is damaged in run {self._run}: its checksum differs")
+            self._hash.reset()
+            self._run, self._left, self._checksum = next(self._expected, (0, 1, 0))
+
+
+def deliver(reads: Iterable[RunRead]) -> None:
+    """Parts of whole runs are where they were asked for; called once they are verified."""
+    for read in reads:
+        for source, target in read.copies:
+            target[:] = source
+
+
+def pieces(target: memoryview) -> Iterator[tuple[int, memoryview]]:
+    """`target` in pieces that fit into a core's cache, with each one's offset."""
+    for start in range(0, target.nbytes, PIECE_BYTES):
+        yield start, target[start : start + PIECE_BYTES]
