@@ -1,4 +1,4 @@
-"""`lamella verify`: a table of what held; a counterexample and 1 where something does not; bad input, a sentence and 2."""
+"""`lamella verify`: what held, in a table; what does not, as a counterexample and 1; bad input, a sentence and 2."""
 
 import json
 import os

@@ -6,24 +6,16 @@
 
 from dataclasses import replace
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lamella.cuda_ext.executors import Method, NativeExecutor, NumpyExecutor, expand_natively
-from lamella.cuda_ext.trial import NamedMove, as_move, each_method
+from lamella.cuda_ext.executors import expand_natively
 from lamella.reference.arena import CacheCase
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.laws import TransferCase, Trial, check_landing, check_round_trip
 from lamella.reference.plan import Direction, TransferRequest
-from native_build import NATIVE_MISSING
+from moves import MOVES, needs_native
 from strategies import transfer_cases, widths
-
-MOVES: list[NamedMove] = list(each_method(NumpyExecutor()))
-if NATIVE_MISSING is None:
-    MOVES += [*each_method(NativeExecutor(1)), as_move(NativeExecutor(3), Method.STAGED)]
-
-needs_native = pytest.mark.skipif(NATIVE_MISSING is not None, reason=str(NATIVE_MISSING))
 
 
 @needs_native
