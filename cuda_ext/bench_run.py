@@ -79,7 +79,7 @@ def run_bench(
     """
     skipped: list[str] = []
     loads = list(scope.loads)
-    if reason := torch_reason(device.name):
+    if loads != [IDLE] and (reason := torch_reason(device.name)):
         skipped += [f"{load}: {reason}" for load in loads if load != IDLE]
         loads = [load for load in loads if load == IDLE]
     rows: list[Row] = []
