@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from ctypes import POINTER, Structure, c_char, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+import struct
+from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any
 
 from lamella.cuda_ext._library import (
@@ -58,8 +59,6 @@ class EngineOptionsStruct(Structure):
         ("batch_flags", c_int32),
         ("paced", c_int32),
         ("gather_factor_percent", c_int32),
-        ("copy_streams", c_int32),
-        ("reserved", c_int32),
         ("rates", RatesStruct),
     )
 
@@ -93,6 +92,10 @@ class SubmissionStruct(Structure):
         ("on_drained", OnDrained),
         ("context", c_void_p),
     )
+
+
+SUBMISSION = struct.Struct("@4i2Q3q2i2QQqQq2QiIQqQQQQ")
+"""`lm_submission` to be packed at once: on the path of every request, a ctypes structure costs five times as much."""
 
 
 class ProgressStruct(Structure):
@@ -130,7 +133,7 @@ SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "lm_engine_close": (c_int32, (c_void_p, c_int64)),
     "lm_engine_destroy": (None, (c_void_p,)),
     "lm_engine_register": (c_int32, (c_void_p, POINTER(RequestStruct), POINTER(c_int32))),
-    "lm_engine_submit": (c_int32, (c_void_p, POINTER(SubmissionStruct), POINTER(c_void_p), POINTER(ProgressStruct))),
+    "lm_engine_submit": (c_int32, (c_void_p, c_char_p, POINTER(c_void_p), POINTER(ProgressStruct))),
     "lm_engine_next_drained": (c_int32, (c_void_p, c_int64, POINTER(c_uint64))),
     "lm_engine_lane_status": (c_int32, (c_void_p, c_int32, POINTER(LaneStatusStruct))),
     "lm_engine_pending_word": (c_int32, (c_void_p, c_int32, POINTER(c_uint64))),

@@ -11,8 +11,9 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_int32, c_int64, c_uint64
+from ctypes import POINTER, c_int32, c_uint64
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -21,8 +22,8 @@ from numpy.typing import NDArray
 
 from lamella.cuda_ext import _engine_library as abi
 from lamella.cuda_ext._execution import HostObjects
-from lamella.cuda_ext._library import GroupStruct, HostObjectsStruct, RequestStruct, SliceStruct
-from lamella.cuda_ext.arrival import AfterEvent, AfterStream, Carrier, Fence, HostFence
+from lamella.cuda_ext._library import GroupStruct, RequestStruct, SliceStruct
+from lamella.cuda_ext.arrival import AfterEvent, Carrier, Fence, HostFence
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
 from lamella.reference.geometry import ObjectForm
@@ -57,6 +58,7 @@ class _Width(NamedTuple):
 
     slices: tuple[Slice, ...]
     array: Any  # SliceStruct[num_slices]
+    address: int  # of the array
     layers: tuple[tuple[int, ...], ...]  # [slice][group] layers of the group in the slice
     token_bytes: tuple[int, ...]  # [slice] bytes of a token of every group
 
@@ -81,9 +83,11 @@ class RegisteredCache:
         groups = self.layout.groups
         layers = tuple(tuple(group.span(*part)[1] for group in groups) for part in slices)
         sizes = [group.geometry.token_layer_bytes for group in groups]
+        native = (SliceStruct * len(slices))(*(SliceStruct(*part) for part in slices))
         return _Width(
             slices,
-            (SliceStruct * len(slices))(*(SliceStruct(*part) for part in slices)),
+            native,
+            ctypes.addressof(native),
             layers,
             tuple(sum(map(int.__mul__, counts, sizes)) for counts in layers),
         )
@@ -95,7 +99,7 @@ class TransferEngine:
     Args:
         device: `"cpu"` or `"cuda:N"`.
         num_layers: most layers of a stage that will be registered.
-        staging_bytes: the staging rings of both directions together; all device memory the engine takes but a little.
+        staging_bytes: the staging ring that both directions share; all device memory the engine takes but a little.
         window_bytes: bytes that move as one; at least a block of a layer. A cancel takes effect within one.
         in_flight_bytes: bound on bytes enqueued at the device, a direction (DESIGN D5).
         carrier: how streams learn that a slice has landed.
@@ -105,7 +109,7 @@ class TransferEngine:
         avoid_kernels: this process must not launch kernels where a copy can do, because another one computes on the
             device (DESIGN D1).
         gather_factor: AUTO has a kernel read host memory where copies would take so many times as long; 0: never.
-        batch_entries, kernel_ctas, batch_flags, copy_streams: tuning of batched copies and scatters.
+        batch_entries, kernel_ctas, batch_flags: tuning of batched copies and scatters.
         paced: CPU device, for tests: a window moves only when `grant` lets it.
 
     Raises:
@@ -131,7 +135,6 @@ class TransferEngine:
         batch_entries: int = 64,
         kernel_ctas: int = 1024,
         batch_flags: int = 1,
-        copy_streams: int = 1,
         paced: bool = False,
     ) -> None:
         kind, ordinal = _parse_device(device)
@@ -155,7 +158,6 @@ class TransferEngine:
             kernel_ctas=kernel_ctas,
             avoid_kernels=avoid_kernels,
             batch_flags=batch_flags,
-            copy_streams=copy_streams,
             paced=paced,
             gather_factor_percent=round(gather_factor * 100),
             rates=rates_struct,
@@ -288,37 +290,14 @@ class TransferEngine:
         """
         plan = cache._width(width) if slices is None else cache._cut(tuple(slices))
         tables = [np.ascontiguousarray(ids, dtype=np.int32) for ids in block_ids]
-        addresses = np.array(objects.addresses, dtype=np.uint64)
-        submission = abi.SubmissionStruct(
-            cache=cache.number,
-            direction=_DIRECTIONS[direction],
-            method=method.value,
-            num_slices=len(plan.slices),
-            slices=plan.array,
-            num_tokens=num_tokens,
-            skip_tokens=skip_tokens,
-            null_block=null_block or 0,
-            has_null_block=null_block is not None,
-            num_groups=len(tables),
-            block_ids=(POINTER(c_int32) * len(tables))(
-                *(ctypes.cast(table.ctypes.data, POINTER(c_int32)) for table in tables)
-            ),
-            num_block_ids=(c_int32 * len(tables))(*map(len, tables)),
-            objects=HostObjectsStruct(
-                addresses=ctypes.cast(addresses.ctypes.data, POINTER(c_uint64)),
-                num_objects=len(addresses),
-                registered_base=objects.registered_base,
-                registered_piece_bytes=objects.registered_piece_bytes or 0,
-            ),
-            generation=generation,
-            board=board,
-        )
-        self._set_fence(submission, fence)
+        table_addresses = array("Q", [table.__array_interface__["data"][0] for table in tables])
+        table_sizes = array("i", map(len, tables))
+        addresses = array("Q", objects.addresses)
+        host_fence, event, stream, has_stream = self._fence(fence)
         seconds_ns = self._deadline_ns if deadline_s is None else int(deadline_s * 1e9)
         handle, queued = ctypes.c_void_p(), abi.ProgressStruct()
         with self._lock:
             now_ns = time.monotonic_ns()
-            submission.deadline_ns = now_ns + seconds_ns
             if keys is None:
                 sizes = self._slice_bytes(cache, plan, tables, num_tokens, skip_tokens, null_block)
                 keys = self._order.keys(
@@ -326,8 +305,36 @@ class TransferEngine:
                 )
             if len(keys) != len(plan.slices):
                 raise ValueError(f"keys must have one entry for each of {len(plan.slices)} slices, got {len(keys)}")
-            submission.keys = (c_int64 * len(keys))(*keys)
-            submission.token = self._tokens
+            packed_keys = array("q", keys)
+            submission = abi.SUBMISSION.pack(
+                cache.number,
+                _DIRECTIONS[direction],
+                method.value,
+                len(plan.slices),
+                plan.address,
+                packed_keys.buffer_info()[0],
+                num_tokens,
+                skip_tokens,
+                null_block or 0,
+                null_block is not None,
+                len(tables),
+                table_addresses.buffer_info()[0],
+                table_sizes.buffer_info()[0],
+                addresses.buffer_info()[0],
+                len(addresses),
+                objects.registered_base,
+                objects.registered_piece_bytes or 0,
+                event,
+                stream,
+                has_stream,
+                generation,
+                host_fence,
+                now_ns + seconds_ns,
+                self._tokens,
+                board,
+                0,
+                0,
+            )
             self._held[self._tokens] = on_drained
             try:
                 self._call("lm_engine_submit", submission, ctypes.byref(handle), ctypes.byref(queued))
@@ -365,17 +372,17 @@ class TransferEngine:
             sum(count * size for count, size in zip(counts, bytes_a_layer, strict=False)) for counts in plan.layers
         )
 
-    def _set_fence(self, submission: abi.SubmissionStruct, fence: Fence | None) -> None:
+    def _fence(self, fence: Fence | None) -> tuple[int, int, int, bool]:
+        """(host fence, event, stream, whether there is a stream)."""
         if fence is None:
-            return
+            return 0, 0, 0, False
         if isinstance(fence, HostFence) == self.device.startswith("cuda"):
             raise ValueError(f"a {type(fence).__name__} is no fence of {self.device}")
         if isinstance(fence, HostFence):
-            submission.fence = fence.handle
-        elif isinstance(fence, AfterEvent):
-            submission.fence_event = fence.handle
-        elif isinstance(fence, AfterStream):
-            submission.fence_stream, submission.has_fence_stream = fence.handle, 1
+            return fence.handle, 0, 0, False
+        if isinstance(fence, AfterEvent):
+            return 0, fence.handle, 0, False
+        return 0, 0, fence.handle, True
 
     # ---- arrival inside graphs; see arrival.GraphWaits
 

@@ -19,7 +19,7 @@ namespace {
 class CpuMark final : public Mark {
  public:
   bool reached() override { return reached_ns_.load(std::memory_order_acquire) != 0; }
-  std::int64_t reached_ns() override { return reached_ns_.load(std::memory_order_acquire); }
+  Moment moment() override { return {nullptr, reached_ns_.load(std::memory_order_acquire)}; }
   void hold_back(std::uint64_t) override { throw DeviceFailure("the CPU device has no streams to hold back", false); }
   bool is_on_host() const override { return true; }
   void reach() { reached_ns_.store(now_ns(), std::memory_order_release); }
@@ -101,13 +101,13 @@ void move_pieces(const Transfer& transfer, const Window& window, std::uint64_t s
   }
 }
 
-void move_window(const Window& window, std::uint64_t slot) {
+void move_window(const Window& window) {
   const Transfer& transfer = *window.transfer;
   const bool staged = is_staged(window.method);
   const bool retrieve = transfer.direction == LM_RETRIEVE;
-  if (staged && !retrieve) move_pieces(transfer, window, slot);
+  if (staged && !retrieve) move_pieces(transfer, window, window.staging);
   for (const Copy& copy : window.copies) copy_rows(copy);
-  if (staged && retrieve) move_pieces(transfer, window, slot);
+  if (staged && retrieve) move_pieces(transfer, window, window.staging);
   if (window.method == LM_COPY_GATHER) move_pieces(transfer, window, 0);
 }
 
@@ -123,12 +123,9 @@ struct Openings {
 
 class CpuChannel final : public Channel {
  public:
-  CpuChannel(std::shared_ptr<Openings> openings, lm_direction direction, std::int32_t slots, std::int64_t window_bytes,
-             bool paced, Listener& listener)
+  CpuChannel(std::shared_ptr<Openings> openings, lm_direction direction, bool paced, Listener& listener)
       : openings_(std::move(openings)),
         direction_(direction),
-        staging_(static_cast<std::size_t>(slots * window_bytes)),
-        window_bytes_(window_bytes),
         paced_(paced),
         listener_(listener),
         thread_([this] { run(); }) {
@@ -149,19 +146,13 @@ class CpuChannel final : public Channel {
     thread_.join();
   }
 
-  std::uint64_t slot_address(std::int32_t slot) const override {
-    return slot < 0 ? 0 : reinterpret_cast<std::uintptr_t>(staging_.data()) +
-                              static_cast<std::uint64_t>(slot) * static_cast<std::uint64_t>(window_bytes_);
-  }
-
   void issue(const std::shared_ptr<Window>& window) override {
     const auto mark = std::make_shared<CpuMark>();
     window->mark = mark;
-    const std::uint64_t slot = slot_address(window->slot);
     // The window owns the mark, and the queue the window only until it has run.
-    enqueue({[this, window, slot] {
+    enqueue({[this, window] {
                if (window->first) wait_for_fence(*window->transfer);
-               if (!window->transfer->fence_missed.load()) move_window(*window, slot);
+               if (!window->transfer->fence_missed.load()) move_window(*window);
                if (window->count_address != 0) store_word(window->count_address, window->count_value);
              },
              mark, window->num_bytes > 0});
@@ -254,8 +245,6 @@ class CpuChannel final : public Channel {
 
   std::shared_ptr<Openings> openings_;
   const lm_direction direction_;
-  std::vector<unsigned char> staging_;
-  const std::int64_t window_bytes_;
   const bool paced_;
   Listener& listener_;
   std::mutex mutex_;
@@ -272,10 +261,15 @@ class CpuDevice final : public Device {
  public:
   explicit CpuDevice(const lm_engine_options& options) : paced_(options.paced != 0) {}
 
-  std::unique_ptr<Channel> open(lm_direction direction, std::int32_t slots, std::int64_t window_bytes,
-                                Listener& listener) override {
-    return std::make_unique<CpuChannel>(openings_, direction, slots, window_bytes, paced_, listener);
+  std::unique_ptr<Channel> open(lm_direction direction, Listener& listener) override {
+    return std::make_unique<CpuChannel>(openings_, direction, paced_, listener);
   }
+
+  std::uint64_t take_staging(std::int64_t bytes) override {
+    staging_ = std::vector<unsigned char>(static_cast<std::size_t>(bytes));
+    return reinterpret_cast<std::uintptr_t>(staging_.data());
+  }
+  void release_staging() override { staging_ = {}; }
 
   const std::uint64_t* keep_words(const std::vector<std::uint64_t>& words) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -328,6 +322,7 @@ class CpuDevice final : public Device {
 
  private:
   const bool paced_;
+  std::vector<unsigned char> staging_;
   const std::shared_ptr<Openings> openings_ = std::make_shared<Openings>();
   std::mutex mutex_;
   std::deque<std::vector<std::uint64_t>> kept_;

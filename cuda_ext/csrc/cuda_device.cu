@@ -24,7 +24,7 @@
 namespace lamella {
 namespace {
 
-constexpr std::int64_t kRebaseNs = 100'000'000;
+constexpr std::int64_t kClockNs = 100'000'000;
 constexpr std::size_t kSmallestTable = 256 << 10;  // 65,536 block ids: a million tokens of 16-token blocks
 constexpr std::size_t kTablesAtOnce = 8;
 
@@ -88,48 +88,55 @@ class Event {
   cudaEvent_t event_;
 };
 
-// A moment known on both clocks: the device's, as an event, and the host's.
-struct Base {
-  explicit Base(const std::shared_ptr<Events>& events) : event(events) {}
-  Event event;
-  std::int64_t host_ns = 0;
+// The device's clock since an event.
+class DeviceClock final : public Clock {
+ public:
+  explicit DeviceClock(std::shared_ptr<Event> start) : start_(std::move(start)) {}
+  std::int64_t since_start_ns(cudaEvent_t event) const {
+    float ms = 0;
+    LM_REQUIRE(cudaEventElapsedTime(&ms, start_->get(), event));
+    return static_cast<std::int64_t>(static_cast<double>(ms) * 1e6);
+  }
+
+ private:
+  std::shared_ptr<Event> start_;
 };
 
 class CudaMark final : public Mark {
  public:
-  CudaMark(const std::shared_ptr<Events>& events, std::shared_ptr<const Base> base)
-      : event_(events), base_(std::move(base)) {}
+  CudaMark(std::shared_ptr<Event> event, std::shared_ptr<DeviceClock> clock)
+      : event_(std::move(event)), clock_(std::move(clock)) {}
 
-  cudaEvent_t event() const { return event_.get(); }
+  cudaEvent_t event() const { return event_->get(); }
 
   bool reached() override {
     if (reached_.load(std::memory_order_acquire)) return true;
-    const Context::Scope scope(event_.context());
-    const cudaError_t code = cudaEventQuery(event_.get());
+    const Context::Scope scope(event_->context());
+    const cudaError_t code = cudaEventQuery(event_->get());
     if (code == cudaErrorNotReady) {
       cudaGetLastError();
       return false;
     }
     require(code, "cudaEventQuery");
+    const std::int64_t seen_ns = now_ns();
+    const std::int64_t ns = clock_->since_start_ns(event_->get());
+    clock_->see(ns, seen_ns);
+    ns_.store(ns, std::memory_order_relaxed);
     reached_.store(true, std::memory_order_release);
     return true;
   }
 
-  std::int64_t reached_ns() override {
-    const Context::Scope scope(event_.context());
-    float ms = 0;
-    LM_REQUIRE(cudaEventElapsedTime(&ms, base_->event.get(), event_.get()));
-    return base_->host_ns + static_cast<std::int64_t>(static_cast<double>(ms) * 1e6);
-  }
+  Moment moment() override { return {clock_, ns_.load(std::memory_order_relaxed)}; }
 
   void hold_back(std::uint64_t stream) override {
-    const Context::Scope scope(event_.context());
-    LM_REQUIRE(cudaStreamWaitEvent(stream_of(stream), event_.get(), 0));
+    const Context::Scope scope(event_->context());
+    LM_REQUIRE(cudaStreamWaitEvent(stream_of(stream), event_->get(), 0));
   }
 
  private:
-  Event event_;
-  std::shared_ptr<const Base> base_;
+  std::shared_ptr<Event> event_;
+  std::shared_ptr<DeviceClock> clock_;
+  std::atomic<std::int64_t> ns_{0};
   std::atomic<bool> reached_{false};
 };
 
@@ -234,34 +241,26 @@ class CudaTables final : public Tables {
 
 class CudaChannel final : public Channel {
  public:
-  CudaChannel(std::shared_ptr<const Context> context, lm_direction direction, std::int32_t slots,
-              std::int64_t window_bytes, const lm_engine_options& options)
+  CudaChannel(std::shared_ptr<const Context> context, lm_direction direction, const lm_engine_options& options)
       : context_(std::move(context)),
         direction_(direction),
-        window_bytes_(window_bytes),
         options_(options),
         marks_(std::make_shared<Events>(context_, cudaEventDefault)) {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    for (std::int32_t i = 0; i < options_.copy_streams; ++i) {
-      copies_.push_back(nullptr);
-      LM_REQUIRE(cudaStreamCreateWithPriority(&copies_.back(), cudaStreamNonBlocking, greatest));
-    }
-    copy_ = copies_.front();
+    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
-    LM_REQUIRE(cudaMalloc(reinterpret_cast<void**>(&staging_), static_cast<std::size_t>(slots * window_bytes)));
   }
 
   ~CudaChannel() override {
     try {
       const Context::Scope scope(*context_);
-      for (const cudaStream_t stream : copies_) cudaStreamDestroy(stream);
+      cudaStreamDestroy(copy_);
       cudaStreamDestroy(kernel_);
       cudaEventDestroy(joint_);
-      cudaFree(staging_);
-      base_.reset();
+      clock_.reset();
       marks_.reset();
     } catch (const DeviceFailure&) {
       // The context has gone, and with it what is freed here.
@@ -276,52 +275,18 @@ class CudaChannel final : public Channel {
     LM_REQUIRE(cudaThreadExchangeStreamCaptureMode(&mode));
   }
 
-  std::uint64_t slot_address(std::int32_t slot) const override {
-    return slot < 0 ? 0 : address(staging_) + static_cast<std::uint64_t>(slot) * static_cast<std::uint64_t>(window_bytes_);
-  }
-
   void issue(const std::shared_ptr<Window>& window) override {
-    Transfer& transfer = *window->transfer;
-    take_turn(*window);
-    rebase(*window);
-    auto mark = std::make_shared<CudaMark>(marks_, base_);
-    const bool direct = window->method == LM_COPY_DIRECT_BATCH;
-    const bool staged = is_staged(window->method);
-    const bool retrieve = direction_ == LM_RETRIEVE;
-    if (window->first) {
-      if (!direct) static_cast<const CudaTables&>(*transfer.tables).upload(kernel_);
-      // Staging may fill before the fence; blocks are touched behind it (XFER-3).
-      if (transfer.fence_event != 0) {
-        if (!direct) LM_REQUIRE(cudaStreamWaitEvent(kernel_, event_of(transfer.fence_event), 0));
-        for (std::size_t i = 0; direct && i < copies_.size(); ++i) {
-          LM_REQUIRE(cudaStreamWaitEvent(copies_[i], event_of(transfer.fence_event), 0));
-        }
-      }
+    try {
+      enqueue(*window);
+    } catch (const DeviceFailure&) {
+      clock_.reset();  // it may start with a mark that was never recorded
+      throw;
     }
-    if (staged && !retrieve) {
-      scatter(*window);
-      join(kernel_, copy_);
-    }
-    copy(*window);
-    if (staged && retrieve) {
-      join(copy_, kernel_);
-      scatter(*window);
-    }
-    if (window->method == LM_COPY_GATHER) {
-      gather(*window);
-      if (!retrieve) join(kernel_, copy_);
-    }
-    const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
-    if (window->completes_slice && last == copy_) join_copies();  // the slice's other windows may be on the other stream
-    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
-    if (window->count_address != 0) write_word(last, window->count_address, window->count_value);
-    LM_REQUIRE(cudaEventRecord(mark->event(), last));
-    window->mark = mark;
   }
 
   std::shared_ptr<Mark> mark() override {
     join_tails();
-    auto mark = std::make_shared<CudaMark>(marks_, base_);
+    auto mark = new_mark(false);
     LM_REQUIRE(cudaEventRecord(mark->event(), tail()));
     return mark;
   }
@@ -345,27 +310,46 @@ class CudaChannel final : public Channel {
   }
 
  private:
+  void enqueue(Window& window) {
+    Transfer& transfer = *window.transfer;
+    auto mark = new_mark(window.alone);
+    const bool direct = window.method == LM_COPY_DIRECT_BATCH;
+    const bool staged = is_staged(window.method);
+    const bool retrieve = direction_ == LM_RETRIEVE;
+    if (window.first) {
+      if (!direct) static_cast<const CudaTables&>(*transfer.tables).upload(kernel_);
+      // Staging may fill before the fence; blocks are touched behind it (XFER-3).
+      if (transfer.fence_event != 0) {
+        LM_REQUIRE(cudaStreamWaitEvent(direct ? copy_ : kernel_, event_of(transfer.fence_event), 0));
+      }
+    }
+    if (staged && !retrieve) {
+      scatter(window);
+      join(kernel_, copy_);
+    }
+    copy(window);
+    if (staged && retrieve) {
+      join(copy_, kernel_);
+      scatter(window);
+    }
+    if (window.method == LM_COPY_GATHER) {
+      gather(window);
+      if (!retrieve) join(kernel_, copy_);
+    }
+    const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
+    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
+    if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
+    LM_REQUIRE(cudaEventRecord(mark->event(), last));
+    window.mark = mark;
+  }
+
   const CUcontext* context_handle() const { return context_->handle(); }
 
   // The stream that everything of this lane is behind, once tails are joined.
   cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
 
-  // Windows take turns.
-  void take_turn(const Window& window) {
-    if (copies_.size() == 1 || window.num_bytes == 0) return;
-    copy_ = copy_ == copies_[0] ? copies_[1] : copies_[0];
-  }
-
-  // The present copy stream goes on behind the other.
-  void join_copies() {
-    for (const cudaStream_t other : copies_) {
-      if (other != copy_) join(other, copy_);
-    }
-  }
-
   // Direct retrieves end on the copy stream; marks and words go behind both.
   void join_tails() {
-    if (direction_ == LM_STORE || copy_is_ahead_) join_copies();
     if (!copy_is_ahead_) return;
     join(copy_, kernel_);
     copy_is_ahead_ = false;
@@ -378,14 +362,15 @@ class CudaChannel final : public Channel {
     LM_REQUIRE(cudaStreamWaitEvent(later, joint_, 0));
   }
 
-  void rebase(const Window& window) {
+  // The clock starts anew with a mark behind which nothing was in flight, so that its readings stay short and exact.
+  std::shared_ptr<CudaMark> new_mark(bool alone) {
+    auto event = std::make_shared<Event>(marks_);
     const std::int64_t now = now_ns();
-    if (base_ != nullptr && (!window.alone || now - base_->host_ns < kRebaseNs)) return;
-    auto base = std::make_shared<Base>(marks_);
-    // Nothing is in flight, so the event happens when it is recorded.
-    LM_REQUIRE(cudaEventRecord(base->event.get(), copy_));
-    base->host_ns = now_ns();
-    base_ = base;
+    if (clock_ == nullptr || (alone && now - clock_made_ns_ > kClockNs)) {
+      clock_ = std::make_shared<DeviceClock>(event);
+      clock_made_ns_ = now;
+    }
+    return std::make_shared<CudaMark>(std::move(event), clock_);
   }
 
   static void write_word(cudaStream_t stream, std::uint64_t word, std::uint64_t value) {
@@ -412,7 +397,7 @@ class CudaChannel final : public Channel {
 
   void scatter(const Window& window) const {
     each_group(window, [&](const KernelGroup& group, const Piece* pieces, std::int64_t count) {
-      scatter_staged(group, pieces, count, slot_address(window.slot), direction_, options_.kernel_ctas, kernel_);
+      scatter_staged(group, pieces, count, window.staging, direction_, options_.kernel_ctas, kernel_);
     });
   }
 
@@ -467,15 +452,13 @@ class CudaChannel final : public Channel {
 
   std::shared_ptr<const Context> context_;
   const lm_direction direction_;
-  const std::int64_t window_bytes_;
   const lm_engine_options options_;
   std::shared_ptr<Events> marks_;
-  std::vector<cudaStream_t> copies_;
-  cudaStream_t copy_ = nullptr;  // of copies_, the present window's
+  cudaStream_t copy_ = nullptr;
   cudaStream_t kernel_ = nullptr;
   cudaEvent_t joint_ = nullptr;
-  unsigned char* staging_ = nullptr;
-  std::shared_ptr<const Base> base_;
+  std::shared_ptr<DeviceClock> clock_;
+  std::int64_t clock_made_ns_ = 0;
   bool copy_is_ahead_ = false;
   std::vector<void*> to_;
 #if CUDART_VERSION >= 13000
@@ -500,6 +483,7 @@ class CudaDevice final : public Device {
 
   ~CudaDevice() override {
     try {
+      release_staging();
       const Context::Scope scope(*context_);
       for (const std::uint64_t* words : kept_) cudaFree(const_cast<std::uint64_t*>(words));
       for (void* words : host_words_) cudaFreeHost(words);
@@ -510,10 +494,21 @@ class CudaDevice final : public Device {
     }
   }
 
-  std::unique_ptr<Channel> open(lm_direction direction, std::int32_t slots, std::int64_t window_bytes,
-                                Listener&) override {
+  std::unique_ptr<Channel> open(lm_direction direction, Listener&) override {
     const Context::Scope scope(*context_);
-    return std::make_unique<CudaChannel>(context_, direction, slots, window_bytes, options_);
+    return std::make_unique<CudaChannel>(context_, direction, options_);
+  }
+
+  std::uint64_t take_staging(std::int64_t bytes) override {
+    const Context::Scope scope(*context_);
+    LM_REQUIRE(cudaMalloc(&staging_, static_cast<std::size_t>(bytes)));
+    return address(staging_);
+  }
+
+  void release_staging() override {
+    const Context::Scope scope(*context_);
+    cudaFree(staging_);
+    staging_ = nullptr;
   }
 
   const std::uint64_t* keep_words(const std::vector<std::uint64_t>& words) override {
@@ -580,6 +575,7 @@ class CudaDevice final : public Device {
   std::shared_ptr<Context> context_;
   std::shared_ptr<TablePool> tables_;
   std::shared_ptr<Events> fences_;
+  void* staging_ = nullptr;
   std::mutex mutex_;
   std::vector<const std::uint64_t*> kept_;
   std::vector<void*> host_words_;

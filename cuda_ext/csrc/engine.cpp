@@ -27,7 +27,6 @@ void check_options(const lm_engine_options& o) {
                 o.staging_bytes);
   refuse_unless(o.in_flight_bytes >= 1, "in_flight_bytes must be at least 1", o.in_flight_bytes);
   refuse_unless(o.batch_entries >= 1, "batch_entries must be at least 1", o.batch_entries);
-  refuse_unless(o.copy_streams == 1 || o.copy_streams == 2, "copy_streams must be 1 or 2", o.copy_streams);
   refuse_unless(o.kernel_ctas >= 1, "kernel_ctas must be at least 1", o.kernel_ctas);
   refuse_unless(o.rates.num_points >= 1, "rates need at least 1 point", o.rates.num_points);
   for (std::int64_t i = 0; i < o.rates.num_points; ++i) {
@@ -60,8 +59,11 @@ Engine::Engine(const lm_engine_options& options) : options_(options) {
   if (options_.carrier == LM_CARRIER_VALUE && !device_->has_word_waits()) {
     throw Invalid("this device cannot wait for a value on a stream; use the event carrier");
   }
-  retrieve_ = std::make_unique<Lane>(LM_RETRIEVE, *device_, *this, options_, options_.rates);
-  store_ = std::make_unique<Lane>(LM_STORE, *device_, *this, options_, options_.rates);
+  const auto num_slots = static_cast<std::int32_t>(options_.staging_bytes / options_.window_bytes);
+  slots_ = std::make_unique<Slots>(device_->take_staging(num_slots * options_.window_bytes), num_slots,
+                                   options_.window_bytes);
+  retrieve_ = std::make_unique<Lane>(LM_RETRIEVE, *device_, *slots_, *this, options_);
+  store_ = std::make_unique<Lane>(LM_STORE, *device_, *slots_, *this, options_);
   watchdog_ = std::thread([this] { watch(); });
 }
 
@@ -325,6 +327,7 @@ bool Engine::close(std::int64_t deadline_ns) {
   device_->abandon();
   const bool retrieves = retrieve_->close("the engine was closed", deadline_ns);
   const bool stores = store_->close("the engine was closed", deadline_ns);
+  if (retrieves && stores) device_->release_staging();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     drained_all_ = true;

@@ -50,6 +50,7 @@ class Engine final : public LaneOwner {
   std::vector<double> batch_rates_;
   std::vector<double> strided_rates_;
   std::unique_ptr<Device> device_;
+  std::unique_ptr<Slots> slots_;
   std::unique_ptr<Lane> retrieve_;
   std::unique_ptr<Lane> store_;
 

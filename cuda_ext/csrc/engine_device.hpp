@@ -4,6 +4,7 @@
 // window's last copy is reached through the window's mark.
 #pragma once
 
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
@@ -60,14 +61,37 @@ class Fence {
   bool open_ = false;
 };
 
+// A clock other than now_ns's, and what is known of where it began.
+class Clock {
+ public:
+  // An event of this clock's `ns` was seen to have happened at `seen_ns`: the clock began no later than their difference.
+  void see(std::int64_t ns, std::int64_t seen_ns) {
+    std::int64_t known = origin_ns_.load(std::memory_order_relaxed);
+    while (seen_ns - ns < known && !origin_ns_.compare_exchange_weak(known, seen_ns - ns)) {
+    }
+  }
+  // The latest moment at which it can have begun; it settles within a look or two.
+  std::int64_t origin_ns() const { return origin_ns_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<std::int64_t> origin_ns_{INT64_MAX};
+};
+
+// A moment on its own clock; null: now_ns's.
+struct Moment {
+  std::shared_ptr<const Clock> clock;
+  std::int64_t ns = 0;
+  std::int64_t host_ns() const { return clock == nullptr ? ns : clock->origin_ns() + ns; }
+};
+
 // A point of a channel's queue.
 class Mark {
  public:
   virtual ~Mark() = default;
   // Whether everything before it has happened. Throws DeviceFailure.
   virtual bool reached() = 0;
-  // When it did, on now_ns's clock; only after reached().
-  virtual std::int64_t reached_ns() = 0;
+  // When it did; only after reached().
+  virtual Moment moment() = 0;
   // Work that `stream` is given later starts after the mark.
   virtual void hold_back(std::uint64_t stream) = 0;
   // Whether the caller is its own stream, so that whoever holds back waits on the host instead.
@@ -96,7 +120,8 @@ struct Window {
   bool completes_slice = false;
   bool first = false;  // of its transfer: fences and tables come before it
   std::int32_t method = LM_COPY_STAGED_BATCH;
-  std::int32_t slot = -1;  // of the staging ring, -1: none
+  std::int32_t slot = -1;     // of the staging ring, -1: none
+  std::uint64_t staging = 0;  // the slot's address
   std::shared_ptr<Mark> mark;
   std::int64_t issued_ns = 0;
   bool alone = false;  // nothing was in flight when it was issued
@@ -113,8 +138,6 @@ class Channel {
  public:
   virtual ~Channel() = default;
   virtual void attach_thread() {}
-  // Address of a staging slot, as copies and kernels see it.
-  virtual std::uint64_t slot_address(std::int32_t slot) const = 0;
   // Enqueues the window and sets window->mark; the window stays alive until the mark is reached.
   // Throws DeviceFailure; a part may then be enqueued, and `mark()` still comes after it.
   virtual void issue(const std::shared_ptr<Window>& window) = 0;
@@ -143,8 +166,10 @@ class Listener {
 class Device {
  public:
   virtual ~Device() = default;
-  virtual std::unique_ptr<Channel> open(lm_direction direction, std::int32_t slots, std::int64_t window_bytes,
-                                        Listener& listener) = 0;
+  virtual std::unique_ptr<Channel> open(lm_direction direction, Listener& listener) = 0;
+  // The staging ring, as copies and kernels see it; until release_staging, which is called when nothing uses it.
+  virtual std::uint64_t take_staging(std::int64_t bytes) = 0;
+  virtual void release_staging() = 0;
   // A copy of `words` that kernels can read, alive as long as the device.
   virtual const std::uint64_t* keep_words(const std::vector<std::uint64_t>& words) = 0;
   // `groups` are a registered cache's, their bases device-readable.

@@ -24,7 +24,7 @@ class FailingMark final : public Mark {
     if (inner_->reached()) throw DeviceFailure("planted: the window failed when it completed", false);
     return false;
   }
-  std::int64_t reached_ns() override { return inner_->reached_ns(); }
+  Moment moment() override { return inner_->moment(); }
   void hold_back(std::uint64_t stream) override { inner_->hold_back(stream); }
   bool is_on_host() const override { return inner_->is_on_host(); }
 
@@ -40,18 +40,15 @@ std::int64_t thread_cpu_ns() {
 
 }  // namespace
 
-Lane::Lane(lm_direction direction, Device& device, LaneOwner& owner, const lm_engine_options& options,
-           const lm_rates& rates)
+Lane::Lane(lm_direction direction, Device& device, Slots& slots, LaneOwner& owner, const lm_engine_options& options)
     : direction_(direction),
+      slots_(slots),
       owner_(owner),
       options_(options),
-      rates_(rates),
-      ns_per_byte_(1e9 / rates.wire_bytes_per_s) {
-  const auto slots = static_cast<std::int32_t>(
-      std::max<std::int64_t>(2, options.staging_bytes / 2 / options.window_bytes));
-  channel_ = device.open(direction, slots, options.window_bytes, *this);
+      ns_per_byte_(1e9 / options.rates.wire_bytes_per_s) {
+  channel_ = device.open(direction, *this);
   pending_.set_words(device.host_words(options.num_layers));
-  for (std::int32_t slot = slots; slot-- > 0;) free_slots_.push_back(slot);
+  slots_.introduce(direction, this);
   thread_ = std::thread([this] { run(); });
 }
 
@@ -65,6 +62,7 @@ Lane::~Lane() {
     wake_.notify_all();
     thread_.join();
   }
+  slots_.introduce(direction_, nullptr);
   channel_.reset();  // its threads may still call wake()
 }
 
@@ -202,35 +200,54 @@ void Lane::run() {
   answered_.notify_all();
 }
 
-// When something may have happened that nobody tells us: the window in the middle of what is in flight is expected done.
+// The window to look for: when all that is to come is enqueued, each; otherwise when half of what is in flight has gone, so
+// that a look refills several.
+std::size_t Lane::watched() const {
+  const bool more = std::any_of(live_.begin(), live_.end(), [](const auto& t) { return !t->all_issued; });
+  return more ? (in_flight_.size() - 1) / 2 : 0;
+}
+
+std::int64_t Lane::expected_ns(std::size_t window) const {
+  std::int64_t bytes = 0;
+  for (std::size_t i = 0; i <= window; ++i) bytes += in_flight_[i]->num_bytes;
+  return moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_per_byte_);
+}
+
+// When something may have happened that nobody tells us.
 std::int64_t Lane::next_look_ns() const {
   const std::int64_t now = now_ns();
   if (in_flight_.empty()) return now + kIdleNs;
-  // All that is to come is enqueued already: look at each window. Otherwise refill when half of it has gone.
-  const bool more = std::any_of(live_.begin(), live_.end(), [](const auto& t) { return !t->all_issued; });
-  const std::size_t watched = more ? (in_flight_.size() - 1) / 2 : 0;
-  std::int64_t bytes = 0;
-  for (std::size_t i = 0; i <= watched; ++i) bytes += in_flight_[i]->num_bytes;
-  const std::int64_t expected = moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_per_byte_);
-  return std::max(expected, now + std::max(look_backoff_ns_, kFirstLookNs));
+  return std::max(expected_ns(watched()), now + std::max(look_backoff_ns_, kFirstLookNs));
 }
 
-// A window has been seen to be done: what follows it moves since now, at about the pace of late.
-void Lane::keep_pace(std::int64_t bytes) {
+// Learns from a look that found `reached` windows done. The pace aims a little early: a look in vain costs a few
+// microseconds, one that comes late costs the wire.
+void Lane::keep_pace(std::size_t reached, std::int64_t bytes) {
+  constexpr double kSlower = 1.03;
+  constexpr double kFaster = 0.99;
   const std::int64_t now = now_ns();
-  if (bytes > 0) {
-    const double observed = static_cast<double>(now - moving_since_ns_) / static_cast<double>(bytes);
-    const double wire = 1e9 / rates_.wire_bytes_per_s;
-    ns_per_byte_ = std::clamp(0.75 * ns_per_byte_ + 0.25 * observed, 0.9 * wire, 100 * wire);
+  const double wire = 1e9 / options_.rates.wire_bytes_per_s;
+  if (reached > 0) {
+    const auto likely = moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_per_byte_);
+    moving_since_ns_ = std::min(now, std::max(likely, missed_ns_));
+    ns_per_byte_ = std::max(0.9 * wire, ns_per_byte_ * kFaster);
+  } else if (now >= expected_ns(watched())) {
+    ns_per_byte_ = std::min(100 * wire, ns_per_byte_ * kSlower);
   }
-  moving_since_ns_ = now;
+  if (!in_flight_.empty()) missed_ns_ = now;
+}
+
+void Lane::give_slot(Window& window) {
+  if (window.slot >= 0) slots_.give(direction_, window.slot);
+  window.slot = -1;
 }
 
 void Lane::reap() {
-  std::int64_t reaped_bytes = 0;
-  bool any = false;
+  if (in_flight_.empty()) return;
+  std::int64_t bytes = 0;
+  std::size_t reached = 0;
   while (!in_flight_.empty()) {
-    const std::shared_ptr<Window>& window = in_flight_.front();
+    const std::shared_ptr<Window> window = in_flight_.front();
     Transfer& transfer = *window->transfer;
     try {
       if (!window->mark->reached()) break;
@@ -242,19 +259,16 @@ void Lane::reap() {
         return;
       }
     }
-    any = true;
-    if (window->slot >= 0) free_slots_.push_back(window->slot);
+    ++reached;
+    bytes += window->num_bytes;
+    give_slot(*window);
     --transfer.windows_in_flight;
     flying_bytes_ -= window->num_bytes;
-    reaped_bytes += window->num_bytes;
     in_flight_.pop_front();
   }
-  if (any) keep_pace(reaped_bytes);
-  if (!in_flight_.empty()) {
-    look_backoff_ns_ = any ? 0 : std::min(std::max(look_backoff_ns_ * 2, kFirstLookNs), kLastLookNs);
-  } else {
-    look_backoff_ns_ = 0;
-  }
+  keep_pace(reached, bytes);
+  const bool in_vain = reached == 0 && !in_flight_.empty();
+  look_backoff_ns_ = in_vain ? std::min(std::max(look_backoff_ns_ * 2, kFirstLookNs), kLastLookNs) : 0;
 }
 
 // Lets go of transfers of which nothing is in flight and nothing will be.
@@ -272,7 +286,8 @@ void Lane::drop_stopped() {
 
 void Lane::finish(const std::shared_ptr<Transfer>& transfer) {
   if (begun_ == transfer.get()) begun_ = nullptr;
-  if (transfer->prepared && transfer->prepared->slot >= 0) free_slots_.push_back(transfer->prepared->slot);
+  if (transfer->prepared) give_slot(*transfer->prepared);
+  if (live_.empty()) slots_.set_active(direction_, false);
   const std::vector<std::uint64_t> words = pending_.close(transfer->gate);
   if (!words.empty()) {
     try {
@@ -301,7 +316,7 @@ void Lane::fail_all(const std::string& reason) {
   }
   for (const auto& window : in_flight_) {
     --window->transfer->windows_in_flight;
-    if (window->slot >= 0) free_slots_.push_back(window->slot);
+    give_slot(*window);
   }
   in_flight_.clear();
   flying_bytes_ = 0;
@@ -342,7 +357,7 @@ std::vector<Copy> Lane::copies_for(Transfer& transfer, const Window& window, std
   switch (method) {
     case LM_COPY_STAGED_BATCH:
     case LM_COPY_STAGED_2D:
-      return staged_copies(job, channel_->slot_address(window.slot), method == LM_COPY_STAGED_2D);
+      return staged_copies(job, window.staging, method == LM_COPY_STAGED_2D);
     case LM_COPY_DIRECT_BATCH:
       return direct_copies(job, true);
     default:
@@ -354,16 +369,16 @@ std::vector<Copy> Lane::copies_for(Transfer& transfer, const Window& window, std
 void Lane::choose_method(Transfer& transfer, Window& window) {
   if (transfer.method == LM_COPY_AUTO && options_.device == LM_DEVICE_CPU) transfer.method = LM_COPY_GATHER;
   if (transfer.method != LM_COPY_AUTO) return;
-  const double staged = estimated_ns(copies_for(transfer, window, LM_COPY_STAGED_2D), rates_);
+  const double staged = estimated_ns(copies_for(transfer, window, LM_COPY_STAGED_2D), options_.rates);
   transfer.method = LM_COPY_STAGED_2D;
   if (transfer.cache->direct) {
-    const double direct = estimated_ns(copies_for(transfer, window, LM_COPY_DIRECT_BATCH), rates_);
+    const double direct = estimated_ns(copies_for(transfer, window, LM_COPY_DIRECT_BATCH), options_.rates);
     if (options_.avoid_kernels != 0 || direct < staged) {
       transfer.method = LM_COPY_DIRECT_BATCH;
       return;
     }
   }
-  const double gather = 1e9 * static_cast<double>(window.num_bytes) / rates_.gather_bytes_per_s;
+  const double gather = 1e9 * static_cast<double>(window.num_bytes) / options_.rates.gather_bytes_per_s;
   if (options_.gather_factor_percent > 0 && options_.avoid_kernels == 0 &&
       staged * 100 > gather * options_.gather_factor_percent) {
     transfer.method = LM_COPY_GATHER;
@@ -379,17 +394,15 @@ bool Lane::issue_next() {
   const std::shared_ptr<Window> window = transfer.prepared;
   if (flying_bytes_ > 0 && flying_bytes_ + window->num_bytes > options_.in_flight_bytes) return false;
   if (window->slot < 0 && (transfer.method == LM_COPY_AUTO || is_staged(transfer.method)) && window->num_bytes > 0) {
-    if (free_slots_.empty()) return false;
-    window->slot = free_slots_.back();
-    free_slots_.pop_back();
+    slots_.set_active(direction_, true);
+    window->slot = slots_.take(direction_);
+    if (window->slot < 0) return false;
+    window->staging = slots_.address(window->slot);
   }
   const bool first = window->first;
   if (window->num_bytes > 0) choose_method(transfer, *window);
   window->method = transfer.method == LM_COPY_AUTO ? static_cast<std::int32_t>(LM_COPY_STAGED_BATCH) : transfer.method;
-  if (!is_staged(window->method) && window->slot >= 0) {
-    free_slots_.push_back(window->slot);
-    window->slot = -1;
-  }
+  if (!is_staged(window->method)) give_slot(*window);
   window->copies = window->num_bytes > 0 ? copies_for(transfer, *window, window->method) : std::vector<Copy>();
   transfer.count_copies(static_cast<std::int64_t>(window->copies.size()));
   if (first) transfer.start(window->method);
@@ -413,7 +426,7 @@ bool Lane::issue_next() {
   }
   window->alone = in_flight_.empty();
   window->issued_ns = now_ns();
-  if (window->alone) moving_since_ns_ = window->issued_ns;
+  if (window->alone) moving_since_ns_ = missed_ns_ = window->issued_ns;
   bool recorded = false;
   try {
     channel_->issue(window);
@@ -434,7 +447,7 @@ bool Lane::issue_next() {
       window->mark = channel_->mark();  // what was enqueued of it must drain
     } catch (const DeviceFailure& worse) {
       fail_all(worse.what());
-      if (window->slot >= 0) free_slots_.push_back(window->slot);
+      give_slot(*window);
       return false;
     }
   }

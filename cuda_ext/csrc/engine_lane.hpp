@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "engine_device.hpp"
+#include "engine_slots.hpp"
 #include "engine_transfer.hpp"
 
 namespace lamella {
@@ -29,10 +30,9 @@ class LaneOwner {
   virtual void on_final(const std::shared_ptr<Transfer>& transfer) = 0;
 };
 
-class Lane final : public Listener {
+class Lane final : public Listener, public SlotWaiter {
  public:
-  Lane(lm_direction direction, Device& device, LaneOwner& owner, const lm_engine_options& options,
-       const lm_rates& rates);
+  Lane(lm_direction direction, Device& device, Slots& slots, LaneOwner& owner, const lm_engine_options& options);
   ~Lane() override;
   Lane(const Lane&) = delete;
   Lane& operator=(const Lane&) = delete;
@@ -42,6 +42,7 @@ class Lane final : public Listener {
   // Something changed that the thread should look at: a cancel, progress, a deadline.
   void wake();
   void on_progress() override { wake(); }
+  void on_slot() override { wake(); }
   // Runs on the lane's thread between windows; the caller waits for it. Throws what it threw, or TimedOut.
   void run_between_windows(const std::shared_ptr<std::function<void()>>& command, std::int64_t deadline_ns);
   // No more submissions; live transfers stop with this reason. False: not drained by the deadline, the thread goes on.
@@ -65,7 +66,10 @@ class Lane final : public Listener {
   void run();
   void take_inbox(std::unique_lock<std::mutex>& lock);
   void reap();
-  void keep_pace(std::int64_t bytes);
+  void keep_pace(std::size_t reached, std::int64_t bytes);
+  std::size_t watched() const;
+  std::int64_t expected_ns(std::size_t window) const;
+  void give_slot(Window& window);
   void drop_stopped();
   void finish(const std::shared_ptr<Transfer>& transfer);
   std::shared_ptr<Transfer> most_urgent() const;
@@ -77,9 +81,9 @@ class Lane final : public Listener {
   std::int64_t next_look_ns() const;
 
   const lm_direction direction_;
+  Slots& slots_;
   LaneOwner& owner_;
   const lm_engine_options options_;
-  const lm_rates& rates_;
   std::unique_ptr<Channel> channel_;
   PendingLayers pending_;
 
@@ -87,11 +91,11 @@ class Lane final : public Listener {
   std::vector<std::shared_ptr<Transfer>> live_;
   std::deque<std::shared_ptr<Window>> in_flight_;
   std::int64_t flying_bytes_ = 0;  // of in_flight_
-  std::vector<std::int32_t> free_slots_;
   Transfer* begun_ = nullptr;  // whose slice is being issued
   bool lost_ = false;
   std::int64_t look_backoff_ns_ = 0;
-  std::int64_t moving_since_ns_ = 0;  // the oldest window
+  std::int64_t moving_since_ns_ = 0;  // the oldest window, as far as is known
+  std::int64_t missed_ns_ = 0;        // when it was last seen not to be done
   double ns_per_byte_;                // of late
 
   std::mutex mutex_;

@@ -111,7 +111,7 @@ Transfer::Transfer(std::shared_ptr<const Cache> its_cache, const lm_submission& 
   // Moving vectors keeps their buffers, so the request's pointers into them still hold.
   planner = std::make_unique<Planner>(owned.request);
   recorded_ns_.assign(owned.slices.size(), 0);
-  landed_ns_.assign(owned.slices.size(), 0);
+  moments_.reserve(owned.slices.size());
   marks_.reserve(owned.slices.size());
 }
 
@@ -148,7 +148,7 @@ void Transfer::refresh_locked() {
   if (wanted_ == LM_FAILED) return;  // what lands behind a failure is not to be relied on
   bool moved = false;
   while (static_cast<std::size_t>(landed_) < marks_.size() && marks_[static_cast<std::size_t>(landed_)]->reached()) {
-    landed_ns_[static_cast<std::size_t>(landed_)] = marks_[static_cast<std::size_t>(landed_)]->reached_ns();
+    moments_.push_back(marks_[static_cast<std::size_t>(landed_)]->moment());
     marks_[static_cast<std::size_t>(landed_)].reset();
     ++landed_;
     moved = true;
@@ -227,7 +227,7 @@ void Transfer::timestamps(std::int64_t* recorded_ns, std::int64_t* landed_ns) {
   const std::lock_guard<std::mutex> lock(mutex_);
   look_locked();
   std::copy(recorded_ns_.begin(), recorded_ns_.end(), recorded_ns);
-  std::copy(landed_ns_.begin(), landed_ns_.end(), landed_ns);
+  for (std::size_t i = 0; i < owned.slices.size(); ++i) landed_ns[i] = i < moments_.size() ? moments_[i].host_ns() : 0;
 }
 
 void Transfer::wait_final(std::int64_t until_ns) {

@@ -144,7 +144,7 @@ class Transfer {
   std::string reason_;
   std::vector<std::shared_ptr<Mark>> marks_;  // of recorded slices
   std::vector<std::int64_t> recorded_ns_;
-  std::vector<std::int64_t> landed_ns_;
+  std::vector<Moment> moments_;  // of landed slices
   std::int32_t landed_ = 0;
   std::int32_t chosen_ = LM_COPY_AUTO;
   std::int64_t started_ns_ = 0;

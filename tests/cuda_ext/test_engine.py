@@ -1,8 +1,11 @@
 """What the engine promises beyond the bytes: order, cancel, fences, failures, bounds, leases. On the CPU device, paced."""
 
+import ctypes
 import itertools
+import subprocess
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,13 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_driver import ENGINE_MISSING, WAIT_S, SmallCache, retrieve, small_engine
-from lamella.cuda_ext._engine_library import TransferStopped
+from lamella.cuda_ext._engine_library import (
+    SUBMISSION,
+    EngineOptionsStruct,
+    LaneStatusStruct,
+    ProgressStruct,
+    RatesStruct,
+    SubmissionStruct,
+    TransferStopped,
+)
+from lamella.cuda_ext._library import HostObjectsStruct
 from lamella.cuda_ext.arrival import AfterEvent, AfterStream, Carrier, HostFence
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
 from lamella.cuda_ext.transfer import CopyMethod, TransferState
 from lamella.reference.ordering import Deadline, RoundRobin, ShortestRemaining
 from lamella.reference.plan import Direction
+from native_build import COMPILER, ROOT
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -406,6 +419,52 @@ def test_a_dropped_handle_keeps_its_objects_until_the_last_byte() -> None:
         engine.grant(Direction.RETRIEVE, 1000)
         assert drained.wait(WAIT_S)
     assert all(small.layer_holds(layer, 64) for layer in range(6))
+
+
+# ---- the C ABI
+
+
+def test_a_submission_is_packed_as_its_structure_lies_in_memory() -> None:
+    assert SUBMISSION.size == ctypes.sizeof(SubmissionStruct)
+    flat = [(name, kind) for name, kind in SubmissionStruct._fields_ if name != "objects"]
+    at = next(index for index, (name, _) in enumerate(SubmissionStruct._fields_) if name == "objects")
+    order = [name for name, _ in flat[:at]]
+    order += [f"objects.{name}" for name, _ in HostObjectsStruct._fields_]
+    order += [name for name, _ in flat[at:]]
+    values = list(range(1, len(order) + 1))
+    read = SubmissionStruct.from_buffer_copy(SUBMISSION.pack(*values))
+
+    def value_of(path: str) -> int:
+        found = read
+        for name in path.split("."):
+            found = getattr(found, name)
+        return ctypes.cast(found, ctypes.c_void_p).value or 0 if not isinstance(found, int) else found
+
+    assert [value_of(path) for path in order] == values
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_python_declares_the_structures_that_the_header_declares(tmp_path: Path) -> None:
+    structures = {
+        "lm_rates": RatesStruct,
+        "lm_engine_options": EngineOptionsStruct,
+        "lm_submission": SubmissionStruct,
+        "lm_progress": ProgressStruct,
+        "lm_lane_status": LaneStatusStruct,
+    }
+    lines = ['#include <cstddef>', '#include <cstdio>', '#include "lamella/engine.h"', "int main() {"]
+    expected = []
+    for name, structure in structures.items():
+        lines.append(f'std::printf("%zu\\n", sizeof({name}));')
+        expected.append(ctypes.sizeof(structure))
+        for field, *_ in structure._fields_:
+            lines.append(f'std::printf("%zu\\n", offsetof({name}, {field}));')
+            expected.append(getattr(structure, field).offset)
+    (tmp_path / "sizes.cpp").write_text("\n".join([*lines, "}"]))
+    command = [str(COMPILER), f"-I{ROOT / 'cuda_ext' / 'csrc' / 'include'}", str(tmp_path / "sizes.cpp")]
+    subprocess.run([*command, "-o", str(tmp_path / "sizes")], check=True)
+    said = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True).stdout
+    assert [int(word) for word in said.split()] == expected
 
 
 # ---- the chooser

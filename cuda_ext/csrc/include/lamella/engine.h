@@ -58,8 +58,8 @@ typedef struct lm_engine_options {
   int32_t ordinal;         /* which CUDA device */
   int32_t carrier;         /* lm_carrier */
   int32_t num_layers;      /* most layers of a stage that will be registered */
-  int64_t staging_bytes;   /* both lanes together */
-  int64_t window_bytes;    /* of one window; each lane has staging_bytes / 2 / window_bytes of them, at least 2 */
+  int64_t staging_bytes;   /* of the ring that both lanes share; at least 4 windows */
+  int64_t window_bytes;    /* of one window */
   int64_t in_flight_bytes; /* bound at the device, a lane */
   int32_t batch_entries;   /* most entries of one batched copy */
   int32_t kernel_ctas;     /* thread blocks of one scatter */
@@ -67,8 +67,6 @@ typedef struct lm_engine_options {
   int32_t batch_flags;     /* cudaMemcpyFlags of a batched copy */
   int32_t paced;           /* CPU device: 1: a window moves only when granted, for tests */
   int32_t gather_factor_percent; /* AUTO gathers where copies would take so much of its time; 0: never */
-  int32_t copy_streams; /* 1 or 2: windows take turns on so many */
-  int32_t reserved;
   lm_rates rates;
 } lm_engine_options;
 
