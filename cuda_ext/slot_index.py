@@ -85,6 +85,10 @@ class SlotIndex:
         found = self._by_key.get(key)
         return found is not None and found.state is ObjectState.READY
 
+    def ready_keys(self) -> tuple[ChunkKey, ...]:
+        """Keys of every READY object."""
+        return tuple(key for key in self._by_key if self.is_ready(key))
+
     def slot_of(self, key: ChunkKey) -> int | None:
         """The slot of a READY object, or None."""
         return self._by_key[key].slot if self.is_ready(key) else None

@@ -121,16 +121,24 @@ class LayerKey(NamedTuple):
         return tuple(found)
 
 
-def chunk_keys(space: KeySpace, token_ids: Sequence[int], *, partial: bool = False) -> tuple[ChunkKey, ...]:
+def chunk_keys(
+    space: KeySpace, token_ids: Sequence[int], *, partial: bool = False, after: ChunkKey | None = None
+) -> tuple[ChunkKey, ...]:
     """Keys of a sequence's chunks, in order; a partial last chunk has one only if `partial`.
 
+    Args:
+        after: the chain goes on behind this chunk, and `token_ids` are the tokens that follow it; None: from the
+            sequence's first token.
+
     Raises:
-        ValueError: a token id outside 0 .. 2**32 - 1.
+        ValueError: a token id outside 0 .. 2**32 - 1, or `after` a chunk of another space or a partial one.
     """
-    return tuple(_chain(space, token_ids, partial))
+    if after is not None and (after.space != space.digest() or after.num_tokens != space.chunk_tokens):
+        raise ValueError(f"a chain goes on behind a full chunk of its own space, got one of {after.num_tokens} tokens")
+    return tuple(_chain(space, token_ids, partial, after))
 
 
-def _chain(space: KeySpace, token_ids: Sequence[int], partial: bool) -> Iterator[ChunkKey]:
+def _chain(space: KeySpace, token_ids: Sequence[int], partial: bool, after: ChunkKey | None) -> Iterator[ChunkKey]:
     ids = np.asarray(token_ids if len(token_ids) else (), dtype=np.int64)
     if ids.ndim != 1:
         raise ValueError(f"token_ids must be one sequence, got shape {ids.shape}")
@@ -138,7 +146,8 @@ def _chain(space: KeySpace, token_ids: Sequence[int], partial: bool) -> Iterator
     if bad.size:
         raise ValueError(f"token ids must be between 0 and {MAX_TOKEN_ID}, got {ids[bad[0]]} at position {bad[0]}")
     payload = ids.astype("<u4").tobytes()
-    space_digest = link = space.digest()
+    space_digest = space.digest()
+    link = after.prefix if after else space_digest
     for start in range(0, len(ids), space.chunk_tokens):
         num_tokens = min(space.chunk_tokens, len(ids) - start)
         if num_tokens < space.chunk_tokens and not partial:

@@ -183,3 +183,12 @@ def test_token_ids_must_be_one_sequence() -> None:
 def test_a_space_that_means_nothing_is_refused_with_its_value(wrong: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         replace(SPACE, **wrong)
+
+
+def test_a_chain_goes_on_where_it_was_left() -> None:
+    tokens = list(range(5 * SPACE.chunk_tokens))
+    whole = chunk_keys(SPACE, tokens)
+    first = chunk_keys(SPACE, tokens[: 2 * SPACE.chunk_tokens])
+    assert first + chunk_keys(SPACE, tokens[2 * SPACE.chunk_tokens :], after=first[-1]) == whole
+    with pytest.raises(ValueError, match="goes on behind a full chunk"):
+        chunk_keys(SPACE, tokens, after=first[-1]._replace(num_tokens=1))
