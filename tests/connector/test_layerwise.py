@@ -141,6 +141,29 @@ def test_a_request_that_is_not_the_batchs_last_waits_only_for_its_own_end() -> N
         assert mask.all()
 
 
+def test_chunks_that_a_load_has_lost_are_written_in_no_later_layer() -> None:
+    """They are computed again, perhaps already: nothing may land in their blocks from then on."""
+    with Deployment(num_layers=4) as run:
+        run.store(TOKENS, HERE)
+        held = run.storage.hold_prefix(run.cache_engine.keys_of(TOKENS))
+        load = Load(Blocks((THERE,), 16), held.num_chunks)
+        consumer = run.connector.batched_to_gpu(load)
+        futures = run.storage.layerwise_batched_get(held, run.connector.slices)
+        next(consumer)
+        consumer.send(next(futures))
+        assert run.connector.load_stream.outstanding.wait(WAIT_S)
+        load.shorten(2, "lost two of the chunks of one transfer")
+        run.cache[:, :, THERE] = 7
+        for future in futures:
+            consumer.send(future)
+        next(consumer)
+        consumer.close()
+        held.release()
+        for layer in (1, 2, 3):
+            assert run.holds(layer, TOKENS, THERE, 0, 8)
+            assert (run.cache[layer, :, THERE[4:]] == 7).all()
+
+
 def test_slices_are_loaded_when_their_first_layer_is_due_and_stored_after_their_last() -> None:
     with Deployment(num_layers=5, width=2) as run:
         saving = run.cache_engine.store_layer(TOKENS, [HERE])
