@@ -37,8 +37,8 @@ class Row:
         shape: of the cache.
         beside: "idle", "products here" or "products elsewhere".
         direction: "retrieve", "store", or one of them "with store" / "with retrieve" at once.
-        width: layers a slice, as a text; "chunk-major" for whole objects.
-        method: the copy method that ran.
+        width: layers a slice, as a text; "chunk-major" for whole objects, "-" for a raw copy.
+        method: the copy method that ran, or "raw copy": two in opposite directions, the bound of such transfers.
         num_bytes: moved.
         num_slices: how many.
         total: from the call until the last slice landed.

@@ -122,6 +122,7 @@ def _main_rows(bench: TransferBench, loads: Sequence[str], other: OtherProcess |
     rows: list[Row] = []
     if IDLE in loads:
         rows += bench.rows([*retrieves, store, *both], IDLE, idle, raw_idle)
+        rows += bench.raw_both(raw_idle)
     if HERE in loads:
         with bench.products_here(bench.settings.rows) as load:
             rows += bench.rows([*retrieves, store], HERE, load, raw_idle)

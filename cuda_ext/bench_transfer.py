@@ -106,7 +106,8 @@ class TransferBench:
                 for seed in range(2 if duplex else 1)
             ]
             # In one piece of registered memory, which a copy that is not split needs.
-            self._raw = HostMemory.anonymous(-(-self.num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+            pages = -(-len(self._memories) * self.num_bytes // mmap.PAGESIZE)
+            self._raw = HostMemory.anonymous(pages * mmap.PAGESIZE)
             self._stack.callback(self._raw.close)
             registrar = device.registrar()
             registrar.register(self._raw.address, self._raw.num_bytes)
@@ -136,6 +137,39 @@ class TransferBench:
         target = self._memories[0].cache_address
         (taken,) = self.device.copy(RawCopy(direction, ProbeMethod.WHOLE, self._raw.address, target, 1, self.num_bytes))
         return taken.copy_ns
+
+    def raw_both(self, raw_idle: Mapping[Direction, Repeats]) -> list[Row]:
+        """What two raw copies in opposite directions make of one another: the bound of transfers both ways at once."""
+        host, half = self._raw.address, self.num_bytes
+        copies = [
+            RawCopy(direction, ProbeMethod.WHOLE, host + place * half, self._memories[place].cache_address, 1, half)
+            for place, direction in enumerate((Direction.RETRIEVE, Direction.STORE))
+        ]
+        times = [self.device.copy(*copies) for _ in range(self.settings.warm_up + self.settings.repeats)]
+        rows = []
+        for place, copy in enumerate(copies):
+            taken = Repeats(tuple(time[place].copy_ns for time in times[self.settings.warm_up :]))
+            idle_copy = raw_idle[copy.direction]
+            name = _name(Variant(copy.direction, 1, with_other=True))
+            nothing = Repeats((0,) * len(taken.values_ns))
+            rows.append(
+                Row(
+                    self.shape.name,
+                    IDLE,
+                    name,
+                    "-",
+                    "raw copy",
+                    half,
+                    1,
+                    taken,
+                    taken,
+                    nothing,
+                    1.0,
+                    idle_copy,
+                    idle_copy,
+                )
+            )
+        return rows
 
     def retrieve_once(self, width: int | None) -> int:
         """Nanoseconds of one retrieve, from the call to the last landing."""
