@@ -13,7 +13,7 @@ import pytest
 from cache_driver import WAIT_S, Deployment, MemoryTier
 from engine_driver import ENGINE_MISSING
 from lamella.connector.layer_hooks import LayerwiseHooks, StepReport, StepRequest
-from lamella.connector.streams import Span
+from lamella.connector.streams import HostStream, Moment, Span
 from lamella.reference.plan import Direction
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
@@ -137,6 +137,41 @@ def test_a_load_that_fails_is_known_in_the_same_step_and_nothing_computed_on_it_
         tier.down = False
         again = step(run, hooks, [StepRequest("a", TOKENS, [THERE], 0, 8)])
         assert again == StepReport({"a": 8}, {}, {"a": 8})
+
+
+class CountingStream(HostStream):
+    """A compute stream that counts how often its present instant was asked for."""
+
+    def __init__(self) -> None:
+        self.moments = 0
+
+    def record(self) -> Moment:
+        self.moments += 1
+        return super().record()
+
+
+def test_stores_wait_for_each_layer_also_after_the_first_request_was_given_up() -> None:
+    """The first request's wait is the whole batch's: without it the others would store a layer not yet computed."""
+    tier = MemoryTier(0)
+    with Deployment(num_layers=4, num_slots=12, tiers=[tier]) as run:
+        tier.object_bytes = run.layout.object_bytes
+        run.store(TOKENS[:8], HERE)
+        run.settle()
+        run.pool.discard(run.cache_engine.keys_of(TOKENS))
+        run.connector.current_stream = stream = CountingStream()
+        hooks = LayerwiseHooks(run.cache_engine)
+        hooks.start_load_kv([StepRequest("a", TOKENS, [THERE], 0, 8), StepRequest("b", [7] * 8, [ELSEWHERE[:4]])])
+        moments = []
+        for layer in range(4):
+            hooks.wait_for_layer_load(layer)
+            before = stream.moments
+            hooks.save_kv_layer(layer)
+            moments.append(stream.moments - before)
+            run.settle()
+            tier.down = True
+        assert hooks.failed_loads() == {"a": 0}
+        assert moments == [1, 1, 1, 1], "one a layer, whoever is still there"
+        assert hooks.wait_for_save().stored == {"a": 0, "b": 8}
 
 
 def test_a_chunk_that_left_between_lookup_and_load_is_known_before_the_forward_pass() -> None:
