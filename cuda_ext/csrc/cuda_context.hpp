@@ -94,7 +94,11 @@ class Context {
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  const CUcontext* handle() const { return &context_; }
+  // For the thread's whole life; scopes on it cost nothing then.
+  void attach_thread() const {
+    Driver::get().require(Driver::get().push(context_), "cuCtxPushCurrent");
+    attached() = this;
+  }
 
   bool has(CUdevice_attribute attribute) const {
     int value = 0;
@@ -104,16 +108,26 @@ class Context {
 
   class Scope {
    public:
-    explicit Scope(const Context& context) { Driver::get().require(Driver::get().push(context.context_), "cuCtxPushCurrent"); }
+    explicit Scope(const Context& context) : pushed_(attached() != &context) {
+      if (pushed_) Driver::get().require(Driver::get().push(context.context_), "cuCtxPushCurrent");
+    }
     ~Scope() {
       CUcontext popped = nullptr;
-      Driver::get().pop(&popped);
+      if (pushed_) Driver::get().pop(&popped);
     }
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
+
+   private:
+    const bool pushed_;
   };
 
  private:
+  static const Context*& attached() {
+    thread_local const Context* context = nullptr;
+    return context;
+  }
+
   std::int32_t ordinal_;
   CUcontext context_ = nullptr;
 };

@@ -268,8 +268,7 @@ class CudaChannel final : public Channel {
   }
 
   void attach_thread() override {
-    // Pushed for the thread's whole life.
-    Driver::get().require(Driver::get().push(*context_handle()), "cuCtxPushCurrent");
+    context_->attach_thread();
     // Another thread that captures a graph must not forbid this one its queries.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     LM_REQUIRE(cudaThreadExchangeStreamCaptureMode(&mode));
@@ -316,25 +315,19 @@ class CudaChannel final : public Channel {
     const bool direct = window.method == LM_COPY_DIRECT_BATCH;
     const bool staged = is_staged(window.method);
     const bool retrieve = direction_ == LM_RETRIEVE;
-    if (window.first) {
-      if (!direct) static_cast<const CudaTables&>(*transfer.tables).upload(kernel_);
-      // Staging may fill before the fence; blocks are touched behind it (XFER-3).
-      if (transfer.fence_event != 0) {
-        LM_REQUIRE(cudaStreamWaitEvent(direct ? copy_ : kernel_, event_of(transfer.fence_event), 0));
-      }
-    }
-    if (staged && !retrieve) {
-      scatter(window);
-      join(kernel_, copy_);
-    }
-    copy(window);
-    if (staged && retrieve) {
+    if (direct) {
+      if (window.first) wait_for_fence(transfer, copy_);
+      copy(window);
+    } else if (staged && retrieve) {
+      copy(window);  // staging may fill before the fence; blocks are touched behind it (XFER-3)
+      if (window.first) prepare_kernels(transfer);
       join(copy_, kernel_);
       scatter(window);
-    }
-    if (window.method == LM_COPY_GATHER) {
-      gather(window);
+    } else {
+      if (window.first) prepare_kernels(transfer);
+      staged ? scatter(window) : gather(window);
       if (!retrieve) join(kernel_, copy_);
+      if (staged) copy(window);
     }
     const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
     copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
@@ -343,7 +336,15 @@ class CudaChannel final : public Channel {
     window.mark = mark;
   }
 
-  const CUcontext* context_handle() const { return context_->handle(); }
+  static void wait_for_fence(const Transfer& transfer, cudaStream_t stream) {
+    if (transfer.fence_event != 0) LM_REQUIRE(cudaStreamWaitEvent(stream, event_of(transfer.fence_event), 0));
+  }
+
+  // Before a transfer's first kernel: its tables are on the device, and its fence has passed.
+  void prepare_kernels(const Transfer& transfer) const {
+    static_cast<const CudaTables&>(*transfer.tables).upload(kernel_);
+    wait_for_fence(transfer, kernel_);
+  }
 
   // The stream that everything of this lane is behind, once tails are joined.
   cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }

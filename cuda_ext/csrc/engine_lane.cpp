@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <ctime>
 
+#include <pthread.h>
+
 #include "engine_copies.hpp"
 
 #ifdef __linux__
@@ -14,6 +16,7 @@ namespace {
 
 constexpr std::int64_t kIdleNs = 3'600'000'000'000;  // nothing in flight: until woken
 constexpr std::int64_t kFirstLookNs = 10'000;        // after an expectation that was too early
+constexpr double kWorthComparing = 1.05;             // staged copies that take so many times the wire's time
 constexpr std::int64_t kLastLookNs = 500'000;        // a stuck fence must not cost a core
 
 // A planted fault: the device says, when it comes to the mark, that something has gone wrong.
@@ -32,10 +35,9 @@ class FailingMark final : public Mark {
   std::shared_ptr<Mark> inner_;
 };
 
-std::int64_t thread_cpu_ns() {
+std::int64_t read_ns(clockid_t clock) {
   timespec t{};
-  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-  return std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec;
+  return clock_gettime(clock, &t) == 0 ? std::int64_t{t.tv_sec} * 1'000'000'000 + t.tv_nsec : 0;
 }
 
 }  // namespace
@@ -121,6 +123,8 @@ void Lane::plant_fault(std::int64_t window, std::int32_t when) {
 
 lm_lane_status Lane::status() {
   const std::lock_guard<std::mutex> lock(mutex_);
+  clockid_t clock{};
+  if (!ended_ && pthread_getcpuclockid(thread_.native_handle(), &clock) == 0) status_.thread_cpu_ns = read_ns(clock);
   return status_;
 }
 
@@ -188,7 +192,6 @@ void Lane::run() {
     if (issued) drop_stopped();
     const std::int64_t look_ns = next_look_ns();
     lock.lock();
-    status_.thread_cpu_ns = thread_cpu_ns();
     status_.in_flight_bytes = flying_bytes_;
     if (closing && live_.empty() && inbox_.empty() && commands_.empty()) break;
     const auto until = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(look_ns));
@@ -197,6 +200,7 @@ void Lane::run() {
     });
   }
   ended_ = true;
+  status_.thread_cpu_ns = read_ns(CLOCK_THREAD_CPUTIME_ID);
   answered_.notify_all();
 }
 
@@ -301,7 +305,6 @@ void Lane::finish(const std::shared_ptr<Transfer>& transfer) {
     const std::lock_guard<std::mutex> lock(mutex_);
     --status_.live;
     status_.in_flight_bytes = flying_bytes_;
-    status_.thread_cpu_ns = thread_cpu_ns();
   }
   transfer->tables.reset();
   transfer->finish();
@@ -371,7 +374,9 @@ void Lane::choose_method(Transfer& transfer, Window& window) {
   if (transfer.method != LM_COPY_AUTO) return;
   const double staged = estimated_ns(copies_for(transfer, window, LM_COPY_STAGED_2D), options_.rates);
   transfer.method = LM_COPY_STAGED_2D;
-  if (transfer.cache->direct) {
+  // Nothing beats long runs, and listing the blocks for a comparison would delay the first byte.
+  const double wire = 1e9 * static_cast<double>(window.num_bytes) / options_.rates.wire_bytes_per_s;
+  if (transfer.cache->direct && (options_.avoid_kernels != 0 || staged > wire * kWorthComparing)) {
     const double direct = estimated_ns(copies_for(transfer, window, LM_COPY_DIRECT_BATCH), options_.rates);
     if (options_.avoid_kernels != 0 || direct < staged) {
       transfer.method = LM_COPY_DIRECT_BATCH;
