@@ -15,8 +15,9 @@ from lamella.connector.slice_objects import slice_layout
 from lamella.connector.storage.circuit import CircuitBreaker
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.layer_buffers import LayerBuffers
+from lamella.connector.storage.object_format import layer_runs
 from lamella.connector.storage.storage_manager import StorageManager
-from lamella.connector.storage.tier import Tier, TierError, check_ranges
+from lamella.connector.storage.tier import Leading, Tier, TierError, check_ranges, get_in_turn
 from lamella.connector.streams import Recorder
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.pool import HostPool
@@ -55,6 +56,11 @@ class MemoryTier:
         self.reads.append((key, tuple(ranges)))
         for wanted, buffer in zip(ranges, into, strict=True):
             buffer[:] = whole[wanted.offset : wanted.offset + wanted.num_bytes]
+
+    def get_leading(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+    ) -> Leading:
+        return get_in_turn(self, keys, ranges, into)
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
         self._ask()
@@ -193,7 +199,7 @@ class Deployment:
 def file_tier(folder: Path, num_layers: int = 3, kv: int = 2, form: ObjectForm = ObjectForm.TOKEN) -> FileTier:
     """A file tier for a `Deployment` of the same sizes."""
     layout = ObjectLayout.single(KVGeometry(num_layers, kv, HEADS, DIM, 2, CHUNK), BLOCK, form)
-    return FileTier(folder, layout.object_bytes)
+    return FileTier(folder, layout.object_bytes, layer_runs(layout))
 
 
 def advance(generator: Generator[Any, None, None], times: int) -> list[Any]:

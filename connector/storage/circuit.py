@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lamella.connector.storage.tier import Tier, TierError
+from lamella.connector.storage.tier import Leading, Tier, TierError
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -124,6 +124,20 @@ class GuardedTier:
         with self._asked():
             self._tier.get_ranges(key, ranges, into)
 
+    def get_leading(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+    ) -> Leading:
+        """As `Tier.get_leading`; while the circuit is open, nothing can be had."""
+        if not self.breaker.allows():
+            return Leading(0, self._left_alone())
+        try:
+            read = self._tier.get_leading(keys, ranges, into)
+        except BaseException as error:
+            self._report(error)
+            raise
+        self._report(read.error)
+        return read
+
     def put(self, key: ChunkKey, data: memoryview) -> None:
         """As `Tier.put`."""
         with self._asked():
@@ -141,13 +155,19 @@ class GuardedTier:
     @contextmanager
     def _asked(self) -> Iterator[None]:
         if not self.breaker.allows():
-            raise TierError(f"{self.name} failed before and is left alone for now")
+            raise self._left_alone()
         try:
             yield
-        except (KeyError, ValueError):
-            self.breaker.succeeded()
-            raise
         except BaseException as error:
-            self.breaker.failed(str(error))
+            self._report(error)
             raise
-        self.breaker.succeeded()
+        self._report(None)
+
+    def _left_alone(self) -> TierError:
+        return TierError(f"{self.name} failed before and is left alone for now")
+
+    def _report(self, error: BaseException | None) -> None:
+        if error is None or isinstance(error, KeyError | ValueError):
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed(str(error))

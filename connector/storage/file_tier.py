@@ -1,14 +1,15 @@
 """Objects as files of a folder: one file an object, written beside its place and renamed into it.
 
-A file is a header page and the object's bytes, so that payloads are page-aligned. The header carries magic, format
-version, object size and the whole key, closed by a BLAKE3 of these fields; a file of another version, size or key is
-refused with its path, never read.
+    folder / format's tag / key space / first byte of the prefix / prefix-tokens.kv
+
+A file is what `object_format` describes: a header of whole pages, so that payloads are page-aligned, and the object.
 
 `put` writes to a name that no reader looks for, flushes it to the device, renames it and flushes the folder: a crash
 at any moment leaves a whole object or a leftover (TIER-1). The writer holds a lock on its unfinished file, which the
 kernel drops with the process, so a leftover is an unfinished file that nobody locks; opening a tier removes those.
 
-Files are 0600 and folders 0700: KV caches are the users' prompts.
+A file that turns out to be damaged is removed by whoever notices (TIER-4). Files are 0600 and folders 0700: KV caches
+are the users' prompts.
 """
 
 from __future__ import annotations
@@ -19,24 +20,23 @@ import logging
 import os
 import secrets
 import stat
-import struct
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from blake3 import blake3
-
-from lamella.connector.storage.tier import TierError, check_ranges
+from lamella.connector.storage.file_space import OBJECT_SUFFIX, FileSpace, mark_used
+from lamella.connector.storage.header_cache import HeaderCache
+from lamella.connector.storage.object_format import Header, ObjectFormat, deliver, pieces
+from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges, get_in_turn
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
-HEADER_BYTES: Final = 4096
-FORMAT_VERSION: Final = 1
-_MAGIC: Final = b"LAMELLA\0"
-_FIELDS: Final = struct.Struct("<8sIIQQ32s32s")  # magic, version, header bytes, object bytes, tokens, space, prefix
-_SUFFIX: Final = ".kv"
 _UNFINISHED: Final = ".unfinished"
+_USED_AGAIN_NS: Final = 60 * 1_000_000_000
+"""Reads within this time of the last one do not touch the file's access time again."""
+_NS: Final = 1_000_000_000
 
 _log = logging.getLogger(__name__)
 
@@ -44,132 +44,166 @@ _log = logging.getLogger(__name__)
 class FileTier:
     """A folder of objects, for this process and for every other of the same user.
 
+    It is as fast as its disk, and a call takes as long as the disk does: TIER-5 is the operating system's to keep.
+
     Args:
         folder: made if it is not there; its file system must know atomic renames.
         object_bytes: length of every object.
+        run_bytes: runs of an object that are verified alone, see `layer_runs`; empty: only whole objects are.
+        max_bytes: the folder's size limit; None: none.
+        ttl_s: how long an object is kept after it was written; None: without end.
+        clock_ns: wall clock.
 
     Raises:
-        ValueError: object_bytes below 1, or a folder that others than its owner can enter.
+        ValueError: object_bytes, runs or limits that cannot be, or a folder that others than its owner can enter.
         TierError: the folder cannot be made or read.
     """
 
-    def __init__(self, folder: Path, object_bytes: int) -> None:
-        if object_bytes < 1:
-            raise ValueError(f"object_bytes must be at least 1, got {object_bytes}")
+    def __init__(
+        self,
+        folder: Path,
+        object_bytes: int,
+        run_bytes: Sequence[int] = (),
+        *,
+        max_bytes: int | None = None,
+        ttl_s: float | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.format = ObjectFormat(object_bytes, run_bytes)
         self._folder = folder
-        self._object_bytes = object_bytes
+        self._clock_ns = clock_ns
+        self._headers: HeaderCache[tuple[int, int]] = HeaderCache()
         with _said(f"cannot use {folder} as a file tier"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = stat.S_IMODE(folder.stat().st_mode)
             if mode & 0o077:
                 raise ValueError(f"{folder} is open to others (mode {mode:04o}): chmod 700 it, caches are prompts")
             self._remove_leftovers()
+            self._space = FileSpace(folder, max_bytes, None if ttl_s is None else int(ttl_s * _NS), clock_ns)
 
     @property
     def name(self) -> str:
         """`file` and the folder."""
         return f"file:{self._folder}"
 
+    @property
+    def used_bytes(self) -> int:
+        """What the folder's objects take, as far as this process knows; 0 without a limit."""
+        return self._space.used_bytes
+
     def path_of(self, key: ChunkKey) -> Path:
         """Where the object is, or would be."""
         prefix = key.prefix.hex()
-        return self._folder / key.space.hex() / prefix[:2] / f"{prefix}-{key.num_tokens}{_SUFFIX}"
+        below = self._folder / self.format.tag / key.space.hex() / prefix[:2]
+        return below / f"{prefix}-{key.num_tokens}{OBJECT_SUFFIX}"
 
     def exists(self, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
         """As `Tier.exists`; a file of the wrong length, which no `put` leaves, counts as absent."""
-        return tuple(self._size(key) == HEADER_BYTES + self._object_bytes for key in keys)
+        return tuple(self._is_there(self.path_of(key)) for key in keys)
 
     def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         """As `Tier.get_ranges`."""
-        check_ranges(ranges, into, self._object_bytes)
+        check_ranges(ranges, into, self.format.object_bytes)
         path = self.path_of(key)
         with _said(f"cannot read {path}"):
+            descriptor = _open(path)
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            except FileNotFoundError:
-                raise KeyError(f"{path} is not there (any more)") from None
-            try:
-                self._check_header(descriptor, key, path)
-                for wanted, buffer in zip(ranges, into, strict=True):
-                    _read(descriptor, buffer, HEADER_BYTES + wanted.offset, path)
-            finally:
-                os.close(descriptor)
-
-    def put(self, key: ChunkKey, data: memoryview) -> None:
-        """As `Tier.put`."""
-        if data.nbytes != self._object_bytes:
-            raise ValueError(f"an object has {self._object_bytes} bytes, got {data.nbytes}")
-        path = self.path_of(key)
-        with _said(f"cannot keep {path}"):
-            if self.exists([key])[0]:
-                return
-            for folder in (path.parent.parent, path.parent):  # mkdir's own parents would get another mode
-                folder.mkdir(mode=0o700, exist_ok=True)
-            descriptor, unfinished = _open_unfinished(path.parent)
-            try:
-                _write(descriptor, memoryview(self._header(key)))
-                _write(descriptor, data.cast("B"))
-                os.fsync(descriptor)
-                unfinished.rename(path)
-            except BaseException:
-                unfinished.unlink(missing_ok=True)
+                self._read(descriptor, key, path, ranges, into)
+            except DamagedObjectError as damage:
+                _remove_same(descriptor, path)
+                _log.warning("%s; it was removed", damage)
                 raise
             finally:
                 os.close(descriptor)
-            _flush_folder(path.parent)
+
+    def get_leading(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+    ) -> Leading:
+        """As `Tier.get_leading`."""
+        return get_in_turn(self, keys, ranges, into)
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        """As `Tier.put`."""
+        path = self.path_of(key)
+        with _said(f"cannot keep {path}"):
+            header = memoryview(self.format.header(key, data, self._clock_ns()))
+            if self._is_there(path):
+                return
+            with self._space.taken(self.format.stored_bytes):
+                for folder in (path.parents[2], path.parents[1], path.parent):  # mkdir's own parents: another mode
+                    folder.mkdir(mode=0o700, exist_ok=True)
+                self._write(path, header, data.cast("B"))
 
     def delete(self, key: ChunkKey) -> bool:
         """As `Tier.delete`."""
         path = self.path_of(key)
         with _said(f"cannot delete {path}"):
             try:
+                size = path.stat().st_size
                 path.unlink()
             except FileNotFoundError:
                 return False
+            self._space.freed(size)
             _flush_folder(path.parent)
             return True
 
     def close(self) -> None:
         """As `Tier.close`: nothing is held open between calls."""
 
-    def _size(self, key: ChunkKey) -> int | None:
-        path = self.path_of(key)
+    def _is_there(self, path: Path) -> bool:
         with _said(f"cannot look for {path}"):
             try:
-                return path.stat().st_size
+                found = path.stat()
             except FileNotFoundError:
-                return None
+                return False
+        return found.st_size == self.format.stored_bytes and not self._space.is_expired(found.st_mtime_ns)
 
-    def _header(self, key: ChunkKey) -> bytes:
-        packed = _FIELDS.pack(
-            _MAGIC, FORMAT_VERSION, HEADER_BYTES, self._object_bytes, key.num_tokens, key.space, key.prefix
-        )
-        return (packed + blake3(packed).digest()).ljust(HEADER_BYTES, b"\0")
+    def _read(
+        self, descriptor: int, key: ChunkKey, path: Path, ranges: Sequence[ByteRange], into: Sequence[memoryview]
+    ) -> None:
+        found = os.fstat(descriptor)
+        if self._space.is_expired(found.st_mtime_ns):
+            raise KeyError(f"{path} has outlived its time")
+        if found.st_size != self.format.stored_bytes:
+            raise DamagedObjectError(f"{path} ends at byte {found.st_size}, not {self.format.stored_bytes}: cut off")
+        now = self._clock_ns()
+        if now - found.st_atime_ns > _USED_AGAIN_NS:
+            mark_used(descriptor, now)
+        identity = (found.st_ino, found.st_mtime_ns)
+        header = self._headers.get(key, identity) or self._read_header(descriptor, key, path)
+        reads = self.format.reads(ranges, into)
+        for read in reads:
+            verifier = self.format.verifier(read, header, str(path))
+            start = self.format.header_bytes + read.source.offset
+            for offset, piece in pieces(read.target):
+                _fill(descriptor, piece, start + offset, path)
+                verifier.feed(piece)
+        deliver(reads)
+        self._headers.keep(key, identity, header)
 
-    def _check_header(self, descriptor: int, key: ChunkKey, path: Path) -> None:
-        """The file is what its name says, or TierError with what it is instead."""
-        header = bytearray(_FIELDS.size + 32)
-        _read(descriptor, memoryview(header), 0, path)
-        packed = bytes(header[: _FIELDS.size])
-        magic, version, header_bytes, object_bytes, num_tokens, space, prefix = _FIELDS.unpack(packed)
-        if magic != _MAGIC:
-            raise TierError(f"{path} is not an object of this tier: delete it")
-        if (version, header_bytes) != (FORMAT_VERSION, HEADER_BYTES):
-            raise TierError(
-                f"{path} has format version {version}, this program reads {FORMAT_VERSION}: use another folder"
-            )
-        if blake3(packed).digest() != bytes(header[_FIELDS.size :]):
-            raise TierError(f"{path} has a damaged header: delete it")
-        if object_bytes != self._object_bytes:
-            raise TierError(
-                f"{path} holds an object of {object_bytes} bytes, the layout says {self._object_bytes}: "
-                "two models share a key space; name them apart"
-            )
-        if ChunkKey(space, prefix, num_tokens) != key:
-            raise TierError(f"{path} holds another key than its name says: delete it")
+    def _read_header(self, descriptor: int, key: ChunkKey, path: Path) -> Header:
+        header = bytearray(self.format.header_bytes)
+        _fill(descriptor, memoryview(header), 0, path)
+        return self.format.parse_header(key, header, str(path))
+
+    def _write(self, path: Path, *parts: memoryview) -> None:
+        descriptor, unfinished = _open_unfinished(path.parent)
+        try:
+            for part in parts:
+                _write(descriptor, part)
+            now = self._clock_ns()
+            os.utime(descriptor, ns=(now, now))
+            os.fsync(descriptor)
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(descriptor)
+        _flush_folder(path.parent)
 
     def _remove_leftovers(self) -> None:
-        for path in self._folder.glob(f"*/*/*{_UNFINISHED}"):
+        for path in self._folder.rglob(f"*{_UNFINISHED}"):
             try:
                 descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             except FileNotFoundError:
@@ -194,6 +228,13 @@ def _said(what: str) -> Iterator[None]:
         raise TierError(f"{what}: {refused.strerror or refused} ({code})") from refused
 
 
+def _open(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise KeyError(f"{path} is not there (any more)") from None
+
+
 def _open_unfinished(folder: Path) -> tuple[int, Path]:
     """A new file and its name, locked; the lock says that its writer lives."""
     while True:
@@ -205,12 +246,22 @@ def _open_unfinished(folder: Path) -> tuple[int, Path]:
         os.close(descriptor)  # another process took it for a leftover before the lock was ours
 
 
-def _read(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
+def _remove_same(descriptor: int, path: Path) -> None:
+    """The open file is not to be found at `path` any more; one that has replaced it is left alone."""
+    try:
+        there, opened = path.stat(follow_symlinks=False), os.fstat(descriptor)
+        if (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino):
+            path.unlink()
+    except OSError as refused:
+        _log.warning("%s is damaged and cannot be removed: %s", path, refused)
+
+
+def _fill(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
     done = 0
     while done < buffer.nbytes:
         count = os.preadv(descriptor, [buffer[done:]], offset + done)
         if count == 0:
-            raise TierError(f"{path} ends at byte {offset + done}: cut off by someone else; delete it")
+            raise DamagedObjectError(f"{path} ends at byte {offset + done}: cut off while it was read")
         done += count
 
 

@@ -60,12 +60,27 @@ class HeldPrefix:
         self.runs = runs
         self.first_wanted = first_wanted
         self._holders = 1
+        self._when_released: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     @property
     def num_chunks(self) -> int:
         """Chunks held, from chunk 0 on."""
         return len(self.keys)
+
+    @property
+    def num_unwanted(self) -> int:
+        """Held chunks that nobody wants."""
+        return min(self.first_wanted, self.num_chunks)
+
+    def wanted_runs(self) -> tuple[Run, ...]:
+        """The runs without their unwanted chunks; a lease is the whole run's."""
+        cut: list[Run] = []
+        for run in self.runs:
+            first, end = max(run.first_chunk, self.first_wanted), run.first_chunk + run.num_chunks
+            if first < end:
+                cut.append(run._replace(first_chunk=first, num_chunks=end - first))
+        return tuple(cut)
 
     def split_layers(self, num_layers: int) -> tuple[tuple[LayerKey, ...], ...]:
         """The prefix's keys layer by layer: `[layer][chunk]`."""
@@ -77,6 +92,17 @@ class HeldPrefix:
             if not self._holders:
                 raise RuntimeError("this prefix was let go of: hold_prefix it again")
             self._holders += 1
+
+    def when_released(self, then: Callable[[], None]) -> None:
+        """`then` is called once the last holder has let go, on that holder's thread.
+
+        Raises:
+            RuntimeError: it has already.
+        """
+        with self._lock:
+            if not self._holders:
+                raise RuntimeError("this prefix was let go of: hold_prefix it again")
+            self._when_released.append(then)
 
     def release(self) -> None:
         """One holder fewer.
@@ -93,3 +119,5 @@ class HeldPrefix:
         for run in self.runs:
             if run.lease is not None:
                 run.lease.release()
+        for then in self._when_released:
+            then()

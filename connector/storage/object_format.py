@@ -20,7 +20,6 @@ import itertools
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -78,9 +77,8 @@ def layer_runs(layout: ObjectLayout) -> tuple[int, ...]:
     return tuple(runs)
 
 
-@dataclass(frozen=True)
 class ObjectFormat:
-    """How objects of one layout are kept.
+    """How objects of one layout are kept. A value: nothing of it changes.
 
     Args:
         object_bytes: length of an object.
@@ -90,28 +88,20 @@ class ObjectFormat:
         ValueError: object_bytes below 1, an empty run, or runs that do not add up to the object.
     """
 
-    object_bytes: int
-    run_bytes: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.object_bytes < 1:
-            raise ValueError(f"object_bytes must be at least 1, got {self.object_bytes}")
-        runs = self.run_bytes or (self.object_bytes,)
-        if min(runs) < 1 or sum(runs) != self.object_bytes:
-            raise ValueError(f"runs must be positive and add up to {self.object_bytes} bytes, got {sum(runs)}")
-        starts = (0, *itertools.accumulate(runs))
-        object.__setattr__(self, "run_bytes", runs)
-        object.__setattr__(self, "_starts", starts)  # of each run, and the object's end
-        head = _FIELDS.size + 8 * len(runs) + _DIGEST_BYTES
-        object.__setattr__(self, "header_bytes", -(-head // PAGE_BYTES) * PAGE_BYTES)
+    def __init__(self, object_bytes: int, run_bytes: Sequence[int] = ()) -> None:
+        if object_bytes < 1:
+            raise ValueError(f"object_bytes must be at least 1, got {object_bytes}")
+        runs = tuple(run_bytes) or (object_bytes,)
+        if min(runs) < 1 or sum(runs) != object_bytes:
+            raise ValueError(f"runs must be positive and add up to {object_bytes} bytes, got {sum(runs)}")
+        self.object_bytes = object_bytes
+        self.run_bytes = runs
+        self._starts = (0, *itertools.accumulate(runs))  # of each run, and the object's end
         described = struct.pack(f"<II{len(runs)}Q", FORMAT_VERSION, len(runs), *runs)
-        object.__setattr__(self, "tag", blake3(described).hexdigest()[:16])
-
-    _starts: tuple[int, ...] = ()
-    header_bytes: int = 0
-    """Whole pages; the object begins behind them."""
-    tag: str = ""
-    """16 hexadecimal digits; equal for formats that can read each other's objects."""
+        self.tag = blake3(described).hexdigest()[:16]
+        """16 hexadecimal digits, equal for formats that can read each other's objects."""
+        self.header_bytes = -(-(_FIELDS.size + 8 * len(runs) + _DIGEST_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        """Whole pages; the object begins behind them."""
 
     @classmethod
     def of(cls, layout: ObjectLayout) -> ObjectFormat:

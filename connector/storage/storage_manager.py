@@ -3,6 +3,7 @@
     hold_prefix(keys) ─► HeldPrefix ─► layerwise_batched_get() ─► Future of layer 0, of layer 1, ...
                           pool: pinned, there at once     tier: read by ranges into layer buffers, on I/O threads
     allocate(keys) ─► Reservation ─► (stores land) ─► batched_put() ─► readable in the pool, then kept by every tier
+    what came whole from a tier ─► readable in the pool (promotion), then kept by the tiers that are nearer
 
 What a retrieve will use is settled before its first byte moves: pool objects are pinned, and a tier's objects, which
 are whole or absent (TIER-1), are asked for together. What a tier loses afterwards ends the prefix there, and is
@@ -14,22 +15,33 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import NamedTuple
 
-from lamella.connector.slice_objects import own_ranges, slice_layout, slice_ranges
+from lamella.connector.slice_objects import slice_ranges
 from lamella.connector.storage.circuit import GuardedTier
-from lamella.connector.storage.held_prefix import HeldPrefix, LayerObjects, Run, SliceSource
+from lamella.connector.storage.held_prefix import HeldPrefix, LayerObjects, Run
 from lamella.connector.storage.layer_buffers import LayerBuffers
+from lamella.connector.storage.promotion import Promotion
+from lamella.connector.storage.slice_reader import Promotions, SliceReader
 from lamella.connector.storage.tier import Tier, TierError
-from lamella.cuda_ext.executors import HostObjects
+from lamella.connector.storage.write_behind import WriteBehind, WriteCounts
 from lamella.cuda_ext.pool import HostPool, Reservation
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange, ObjectLayout
 from lamella.reference.slices import Slice
 
 _log = logging.getLogger(__name__)
+
+
+class StorageCounts(NamedTuple):
+    """Objects that came into the pool from tiers, or did not come whole; and what became of puts, by tier."""
+
+    promoted: int
+    not_promoted: int
+    written: dict[str, WriteCounts]
 
 
 class StorageManager:
@@ -39,11 +51,13 @@ class StorageManager:
         pool: objects in pinned memory; its layout is every tier's.
         tiers: slower stores, the nearest first.
         buffers: where slices from tiers are read into; needed with tiers.
-        io_threads: threads that read and write tiers.
+        io_threads: threads that read tiers; each tier has one of its own for writing.
         timeout_s: bound on asking a tier whether it has something, and on waiting for buffers (SAFE-5).
+        promote: what a retrieve brings from a tier stays in the pool where it has room, and goes to nearer tiers.
+        max_pending_put_bytes: of the objects that wait for one tier; what comes beyond is not sent there.
 
     Raises:
-        ValueError: tiers without buffers, io_threads below 1, or a timeout that is not positive.
+        ValueError: tiers without buffers, io_threads or the limit below 1, or a timeout that is not positive.
     """
 
     def __init__(
@@ -54,6 +68,8 @@ class StorageManager:
         *,
         io_threads: int = 2,
         timeout_s: float = 10.0,
+        promote: bool = False,
+        max_pending_put_bytes: int = 1 << 30,
     ) -> None:
         if tiers and buffers is None:
             raise ValueError("tiers are read into layer buffers: give some")
@@ -63,6 +79,11 @@ class StorageManager:
         self.tiers = tuple(tiers)
         self.buffers = buffers
         self._timeout_s = timeout_s
+        self._promote = promote
+        self._promoted = self._not_promoted = 0
+        self._gaps = _gaps(pool.layout)
+        self._reader = SliceReader(pool, buffers, timeout_s)
+        self._writers = tuple(WriteBehind(tier, max_pending_put_bytes) for tier in self.tiers)
         self._threads = ThreadPoolExecutor(io_threads, thread_name_prefix="lamella-io")
         self._asking = ThreadPoolExecutor(1, thread_name_prefix="lamella-lookup")  # never behind a long read
         self._lock = threading.Lock()
@@ -132,103 +153,53 @@ class StorageManager:
         Source: named after the method of LMCache's storage manager; there it takes keys, here what was held beforehand,
         so that nothing can vanish from the pool between two layers (fault 5).
         """
+        promotions = self._promotions(held) if self._promote else {}
         for part in slices:
-            future = self._get(held, part)
+            future = self._get(held, part, promotions)
             for _ in range(part.num_layers):
                 yield future
 
-    def _get(self, held: HeldPrefix, part: Slice) -> Future[LayerObjects]:
+    def _promotions(self, held: HeldPrefix) -> Promotions:
+        """Slots for what comes from tiers, where there is room for a whole run."""
+        found: dict[int, Promotion] = {}
+        for run in held.wanted_runs():
+            if run.tier is None:
+                continue
+            keys = held.keys[run.first_chunk : run.first_chunk + run.num_chunks]
+            promotion = Promotion.reserve(self.pool, keys, self.layout.num_layers)
+            if promotion is not None:
+                self._clear(promotion.slots, self._gaps)
+                found[run.first_chunk] = promotion
+                held.when_released(functools.partial(self._finish, promotion, run.tier))
+        return found
+
+    def _finish(self, promotion: Promotion, source: Tier) -> None:
+        """What came whole is in the pool, and on its way to the tiers that are nearer than its source."""
+        whole = promotion.finish()
+        with self._lock:
+            self._promoted += len(promotion.keys) if whole else 0
+            self._not_promoted += 0 if whole else len(promotion.keys)
+        if whole:
+            self._write(promotion.keys, self._writers[: self.tiers.index(source)])
+
+    def _get(self, held: HeldPrefix, part: Slice, promotions: Promotions) -> Future[LayerObjects]:
         future: Future[LayerObjects] = Future()
-        wanted = [run for run in held.runs if run.first_chunk + run.num_chunks > held.first_wanted]
-        if all(run.tier is None for run in wanted):
-            future.set_result(self._gather(held, part))
+        if all(run.tier is None for run in held.wanted_runs()):
+            future.set_result(self._reader.gather(held, part, promotions))
             return future
         held.hold()
 
         def read() -> None:
             try:
                 if future.set_running_or_notify_cancel():
-                    future.set_result(self._gather(held, part))
+                    future.set_result(self._reader.gather(held, part, promotions))
             except BaseException as error:
                 future.set_exception(error)
             finally:
                 held.release()
 
-        self._start(read)
+        self._track(self._threads.submit(read))
         return future
-
-    def _gather(self, held: HeldPrefix, part: Slice) -> LayerObjects:
-        sources: list[SliceSource] = []
-        chunks, reason = 0, None
-        for run in held.runs:
-            end = run.first_chunk + run.num_chunks
-            first = max(run.first_chunk, held.first_wanted)
-            if first >= end:
-                chunks = end
-                continue
-            if run.tier is None:
-                assert run.lease is not None, "a run of the pool is pinned"
-                held.hold()
-                objects = self._host_objects(first, run.lease.addresses[first - run.first_chunk :], self.pool)
-                sources.append(SliceSource(first, end - first, objects, False, held.release))
-                chunks = end
-                continue
-            source, reason = self._read(held, Run(first, end - first, run.tier, None), part)
-            chunks = first
-            if source is not None:
-                sources.append(source)
-                chunks += source.num_chunks
-            if reason is not None:
-                break
-        return LayerObjects(part, chunks, tuple(sources), reason)
-
-    def _read(self, held: HeldPrefix, run: Run, part: Slice) -> tuple[SliceSource | None, str | None]:
-        """The run's slice objects in layer buffers, up to the first chunk that cannot be had, and why it cannot."""
-        assert run.tier is not None, "only tiers are read"
-        assert self.buffers is not None, "tiers come with buffers"
-        small = slice_layout(self.layout, part)
-        wanted, places = slice_ranges(self.layout, part), own_ranges(small)
-        try:
-            lease = self.buffers.take(run.num_chunks, self._timeout_s)
-        except (TimeoutError, RuntimeError) as error:
-            return None, str(error)
-        done, reason = 0, None
-        for key, view in zip(held.keys[run.first_chunk :], lease.views(), strict=False):
-            reason = self._fill(run.tier, key, wanted, view, places)
-            if reason is not None:
-                reason = f"{run.tier.name} {reason} at chunk {run.first_chunk + done}"
-                break
-            done += 1
-        if not done:
-            lease.release()
-            return None, reason
-        objects = self._host_objects(run.first_chunk, lease.addresses[:done], self.buffers)
-        return SliceSource(run.first_chunk, done, objects, True, lease.release), reason
-
-    @staticmethod
-    def _fill(
-        tier: Tier, key: ChunkKey, wanted: Sequence[ByteRange], view: memoryview, places: Sequence[ByteRange]
-    ) -> str | None:
-        """The object's ranges in their places of a buffer, or why they cannot be had."""
-        into = [view[place.offset : place.offset + place.num_bytes] for place in places]
-        try:
-            tier.get_ranges(key, wanted, into)
-        except KeyError:
-            return "lost its object"
-        except TierError as error:
-            return f"cannot read ({error})"
-        except Exception as error:  # a tier's own fault must not take the engine down
-            _log.exception("%s failed", tier.name)
-            return f"failed ({error!r})"
-        finally:  # an exception that somebody keeps would keep the memory's views with it
-            for buffer in (*into, view):
-                buffer.release()
-        return None
-
-    @staticmethod
-    def _host_objects(first_chunk: int, addresses: tuple[int, ...], owner: HostPool | LayerBuffers) -> HostObjects:
-        memory = owner.memory
-        return HostObjects((0,) * first_chunk + addresses, memory.shape.piece_bytes, memory.base)
 
     def _owners(self, keys: Sequence[ChunkKey], skipped: int) -> list[Tier | None]:
         """The nearest tier that has each key, behind `skipped` entries of None."""
@@ -253,53 +224,54 @@ class StorageManager:
     def allocate(self, keys: Sequence[ChunkKey]) -> Reservation | None:
         """Room for every layer of those of `keys` that the pool does not hold, or None: all or nothing.
 
-        None also for more keys than the pool has slots. The unused tail of a partial chunk is zero, so that no other
-        tenant's bytes reach a tier with it.
+        None also for more keys than the pool has slots. What the objects will not fill, the unused tail of a partial
+        chunk and the gaps between groups, is zero, so that no other tenant's bytes reach a tier with it.
         """
         if len(keys) > self.pool.num_slots:
             return None
         reservation = self.pool.reserve(keys)
         if reservation is not None:
             for key, slot in zip(reservation.keys, reservation.slots, strict=True):
-                if key.num_tokens < self.layout.chunk_tokens:
-                    with self.pool.memory.buffer(slot) as view:
-                        view[:] = bytes(view.nbytes)
+                is_partial = key.num_tokens < self.layout.chunk_tokens
+                self._clear((slot,), (ByteRange(0, self.layout.object_bytes),) if is_partial else self._gaps)
         return reservation
 
     def batched_put(self, reservation: Reservation) -> tuple[Future[None], ...]:
         """The objects are readable in the pool at once, and on their way to every tier.
 
         Returns:
-            One future an object and tier, resolved when the tier has kept it, or failed with TierError. Objects stay
-            pinned until then.
+            One future an object and tier, resolved when the tier has kept it, or failed with TierError, at once where
+            too many bytes wait for that tier already. Objects stay pinned until then.
 
         Raises:
             RuntimeError: a reservation that was committed or abandoned before.
         """
         reservation.commit()
-        if not self.tiers:
+        return self._write(reservation.keys, self._writers)
+
+    def _write(self, keys: Sequence[ChunkKey], writers: Sequence[WriteBehind]) -> tuple[Future[None], ...]:
+        if not writers:
             return ()
-        lease = self.pool.pin_leading(reservation.keys)  # one lease, so that the prefix ages as one
-        if len(lease.keys) < len(reservation.keys):
-            _log.info("%d objects left the pool before a tier could keep them", len(reservation.keys) - len(lease.keys))
+        lease = self.pool.pin_leading(keys)  # one lease, so that the prefix ages as one
+        if len(lease.keys) < len(keys):
+            _log.info("%d objects left the pool before a tier could keep them", len(keys) - len(lease.keys))
         held = HeldPrefix(lease.keys, (Run(0, len(lease.keys), None, lease),))
         puts: list[Future[None]] = []
         for key, slot in zip(lease.keys, lease.slots, strict=True):
-            for tier in self.tiers:
+            for writer in writers:
                 held.hold()
-                puts.append(self._start(functools.partial(self._put, tier, held, key, slot)))
+                view = functools.partial(self.pool.memory.buffer, slot)
+                puts.append(self._track(writer.put(key, view, self.layout.object_bytes, held.release)))
         held.release()
         return tuple(puts)
 
-    def _put(self, tier: Tier, held: HeldPrefix, key: ChunkKey, slot: int) -> None:
-        try:
+    def _clear(self, slots: Sequence[int], ranges: Sequence[ByteRange]) -> None:
+        if not ranges:
+            return
+        for slot in slots:
             with self.pool.memory.buffer(slot) as view:
-                tier.put(key, view)
-        except TierError as error:
-            _log.debug("%s did not keep %s: %s", tier.name, key.prefix.hex()[:16], error)
-            raise
-        finally:
-            held.release()
+                for gap in ranges:
+                    view[gap.offset : gap.offset + gap.num_bytes] = bytes(gap.num_bytes)
 
     def delete(self, keys: Sequence[ChunkKey]) -> None:
         """These objects cannot be found any more, in the pool or in any tier that answers.
@@ -343,14 +315,32 @@ class StorageManager:
         finally:
             self._threads.shutdown(wait=False)
             self._asking.shutdown(wait=False)
+            for writer in self._writers:
+                writer.close()
 
-    def _start(self, job: Callable[[], None]) -> Future[None]:
-        future = self._threads.submit(job)
+    def counts(self) -> StorageCounts:
+        """What moved between the pool and the tiers so far."""
         with self._lock:
-            self._jobs.add(future)
-        future.add_done_callback(self._ended)
-        return future
+            promoted, not_promoted = self._promoted, self._not_promoted
+        written = {writer.tier.name: writer.counts() for writer in self._writers}
+        return StorageCounts(promoted, not_promoted, written)
+
+    def _track(self, job: Future[None]) -> Future[None]:
+        with self._lock:
+            self._jobs.add(job)
+        job.add_done_callback(self._ended)
+        return job
 
     def _ended(self, job: Future[None]) -> None:
         with self._lock:
             self._jobs.discard(job)
+
+
+def _gaps(layout: ObjectLayout) -> tuple[ByteRange, ...]:
+    """Bytes of an object that belong to no layer."""
+    gaps, end = [], 0
+    for found in sorted(slice_ranges(layout, Slice(0, layout.num_layers))):
+        if found.offset > end:
+            gaps.append(ByteRange(end, found.offset - end))
+        end = found.offset + found.num_bytes
+    return tuple(gaps)

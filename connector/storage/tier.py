@@ -37,6 +37,12 @@ class Leading(NamedTuple):
     num_objects: int
     error: KeyError | TierError | None = None
 
+    @classmethod
+    def cut_short(cls, num_objects: int, error: KeyError | TierError) -> Leading:
+        """A read that ended with an error, which is a value from now on: it keeps no frame, and no buffer, alive."""
+        error.__traceback__ = error.__cause__ = error.__context__ = None
+        return cls(num_objects, error)
+
 
 class Tier(Protocol):
     """One store of objects, of one length each. Its methods may be called by several threads at once, and may block.
@@ -124,5 +130,5 @@ def get_in_turn(
         try:
             tier.get_ranges(key, ranges, buffers)
         except (KeyError, TierError) as error:
-            return Leading(done, error)
+            return Leading.cut_short(done, error)
     return Leading(len(keys))

@@ -503,6 +503,7 @@ def test_a_partial_last_chunk_is_stored_only_when_asked_for_and_carries_nobody_e
     run, tier = tiered(save_partial_chunk=True, num_slots=3)
     with run:
         run.store(list(range(12)), HERE)  # every slot has held a full object
+        run.settle()  # and the tier has them, so that none is pinned
         assert run.store(tokens, HERE) == 10
         run.settle()
         assert run.retrieve(tokens, THERE).all()

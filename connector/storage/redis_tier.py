@@ -1,0 +1,277 @@
+"""Objects as values of a Redis or Valkey server, or of a cluster of them; slices by GETRANGE, a prefix in one pipeline.
+
+    {namespace}:{format's tag}:{key space}:{prefix}:{tokens} = header and object, as `object_format` says
+
+A value is set whole (TIER-1) with its time to live; how much the server keeps, and what leaves first, is its own
+`maxmemory` and `maxmemory-policy` (allkeys-lru is a good one for a server that does nothing else).
+
+Authentication and TLS are the URL's: `rediss://user:password@host:6380/0?ssl_ca_certs=/path/ca.pem`. Passwords appear
+neither in the tier's name nor in its errors.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from lamella.connector.storage.header_cache import HeaderCache
+from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, deliver
+from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges
+from lamella.reference.keys import ChunkKey
+from lamella.reference.layout import ByteRange
+
+NAMESPACE: Final = "lamella"
+MAX_VALUE_BYTES: Final = 512 << 20
+"""Redis' own limit of a value (`proto-max-bulk-len`)."""
+_BATCH_BYTES: Final = 32 << 20
+"""Answers that one pipeline may hold in memory."""
+_BACKOFF_S: Final = (0.02, 0.2)  # first and longest wait between attempts
+
+_log = logging.getLogger(__name__)
+
+
+class RedisTier:
+    """A server's objects of one layout, shared by every process and host that can reach it.
+
+    Args:
+        url: `redis://` or `rediss://` (TLS), with user, password and database where needed.
+        object_bytes: length of every object.
+        run_bytes: runs of an object that are verified alone, see `layer_runs`.
+        cluster: the URL is one node of a cluster.
+        namespace: what the server's keys begin with; deployments that share a server and nothing else need their own.
+        ttl_s: how long the server keeps an object; None: as long as its memory policy does.
+        timeout_s: a call to a server that has fallen silent ends within it, retries included.
+        retries: attempts after the first one that failed to connect, to send or to be answered.
+
+    Raises:
+        ImportError: redis-py is missing.
+        ValueError: sizes, times or a URL that cannot be.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        object_bytes: int,
+        run_bytes: Sequence[int] = (),
+        *,
+        cluster: bool = False,
+        namespace: str = NAMESPACE,
+        ttl_s: float | None = None,
+        timeout_s: float = 5.0,
+        retries: int = 1,
+    ) -> None:
+        self.format = ObjectFormat(object_bytes, run_bytes)
+        if self.format.stored_bytes > MAX_VALUE_BYTES:
+            raise ValueError(
+                f"a Redis value holds {MAX_VALUE_BYTES} bytes, an object with its header {self.format.stored_bytes}: "
+                "store smaller chunks"
+            )
+        if ttl_s is not None and ttl_s < 0.001:
+            raise ValueError(f"ttl_s must be at least a millisecond, got {ttl_s}")
+        self._namespace = namespace
+        self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
+        self._server = RedisServer(url, cluster=cluster, timeout_s=timeout_s, retries=retries)
+        self._headers: HeaderCache[None] = HeaderCache()
+
+    @property
+    def name(self) -> str:
+        """`redis` and the host."""
+        return self._server.name
+
+    def name_of(self, key: ChunkKey) -> str:
+        """The Redis key of an object."""
+        return f"{self._namespace}:{self.format.tag}:{key.space.hex()}:{key.prefix.hex()}:{key.num_tokens}"
+
+    def exists(self, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
+        """As `Tier.exists`; a value of another length counts as absent."""
+        lengths = self._server.ask([("STRLEN", self.name_of(key)) for key in keys])
+        return tuple(length == self.format.stored_bytes for length in lengths)
+
+    def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+        """As `Tier.get_ranges`."""
+        read = self.get_leading([key], ranges, [into])
+        if read.error is not None:
+            raise read.error
+
+    def get_leading(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+    ) -> Leading:
+        """As `Tier.get_leading`, in one round trip unless the answers are very large."""
+        for buffers in into:
+            check_ranges(ranges, buffers, self.format.object_bytes)
+        if not ranges:
+            return Leading(len(keys))
+        a_time = max(1, _BATCH_BYTES // sum(wanted.num_bytes for wanted in ranges))
+        done = 0
+        try:
+            for start in range(0, len(keys), a_time):
+                for _ in self._batch(keys[start : start + a_time], ranges, into[start : start + a_time]):
+                    done += 1
+        except (KeyError, TierError) as error:
+            return Leading.cut_short(done, error)
+        return Leading(done)
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        """As `Tier.put`."""
+        written_ns = 0  # the server's own expiry counts
+        value = b"".join((self.format.header(key, data, written_ns), data.cast("B")))
+        if self.exists([key])[0]:
+            return
+        expiry = ("PX", self._ttl_ms) if self._ttl_ms is not None else ()
+        self._server.ask([("SET", self.name_of(key), value, *expiry)])
+
+    def delete(self, key: ChunkKey) -> bool:
+        """As `Tier.delete`."""
+        self._headers.forget(key)
+        return bool(self._server.ask([("DEL", self.name_of(key))])[0])
+
+    def close(self) -> None:
+        """As `Tier.close`: the connections are closed."""
+        self._server.close()
+
+    def _batch(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
+    ) -> Iterator[None]:
+        """One yield for each object whose ranges are there."""
+        headers = [self._headers.get(key, None) for key in keys]
+        plans = [self.format.reads(ranges, buffers) for buffers in into]
+        first = self.format.header_bytes
+        questions: list[tuple[Any, ...]] = []
+        for key, header, reads in zip(keys, headers, plans, strict=True):
+            name = self.name_of(key)
+            if header is None:
+                questions.append(("GETRANGE", name, 0, first - 1))
+            for read in reads:
+                start = first + read.source.offset
+                questions.append(("GETRANGE", name, start, start + read.source.num_bytes - 1))
+        answers = iter(self._server.ask(questions))
+        for key, header, reads in zip(keys, headers, plans, strict=True):
+            head = next(answers) if header is None else None
+            parts = [next(answers) for _ in reads]
+            try:
+                self._accept(key, header, head, reads, parts)
+            except DamagedObjectError as damage:
+                _log.warning("%s; it is removed", damage)
+                self.delete(key)
+                raise
+            yield
+
+    def _accept(
+        self, key: ChunkKey, header: Header | None, head: bytes | None, reads: Sequence[RunRead], parts: Sequence[bytes]
+    ) -> None:
+        """What came is what was put, and in the caller's buffers."""
+        where = f"{self.name} {self.name_of(key)}"
+        if head == b"" or b"" in parts:
+            self._headers.forget(key)
+            raise KeyError(f"{where} is not there (any more)")
+        if head is not None:
+            header = self.format.parse_header(key, head, where)
+        assert header is not None, "known before, or asked for"
+        try:
+            self._verify(header, reads, parts, where)
+        except DamagedObjectError:
+            if head is not None:
+                raise
+            anew = self._server.ask([("GETRANGE", self.name_of(key), 0, self.format.header_bytes - 1)])[0]
+            header = self.format.parse_header(key, anew, where)  # removed and put again since its header was read?
+            self._verify(header, reads, parts, where)
+        for read, part in zip(reads, parts, strict=True):
+            read.target[:] = part
+        deliver(reads)
+        self._headers.keep(key, None, header)
+
+    def _verify(self, header: Header, reads: Sequence[RunRead], parts: Sequence[bytes], where: str) -> None:
+        for read, part in zip(reads, parts, strict=True):
+            if len(part) != read.source.num_bytes:
+                raise DamagedObjectError(f"{where} gave {len(part)} of {read.source.num_bytes} bytes: cut off")
+            self.format.verifier(read, header, where).feed(memoryview(part))
+
+
+class RedisServer:
+    """Questions to a server or a cluster, in pipelines, bounded in time. Thread-safe; connects when first asked.
+
+    Args: as of `RedisTier`.
+    """
+
+    def __init__(self, url: str, *, cluster: bool, timeout_s: float, retries: int) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("redis", "rediss") or not parts.hostname:
+            raise ValueError(f"a Redis URL is redis://host:port/db or rediss://..., got scheme {parts.scheme!r}")
+        if not 0 < timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+        if retries < 0:
+            raise ValueError(f"retries must not be negative, got {retries}")
+        try:
+            import redis
+        except ImportError as missing:
+            raise ImportError("the Redis tier needs redis-py: pip install 'lamella[redis]'") from missing
+        self._redis = redis
+        self.name = f"redis:{parts.hostname}:{parts.port or 6379}{parts.path.rstrip('/')}"
+        self._url = url
+        self._cluster = cluster
+        self._wait_s = max(0.001, timeout_s / (2 * (retries + 1)) - _BACKOFF_S[1] / 2)  # to connect, and to be answered
+        self._retries = retries
+        self._lock = threading.Lock()
+        self._client: Any = None
+
+    def ask(self, questions: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The answers, in order; one round trip to each node.
+
+        Raises:
+            TierError: not answered in time, refused, or an answer is an error.
+        """
+        if not questions:
+            return []
+        with self._said():
+            pipeline = self._connected().pipeline(**({} if self._cluster else {"transaction": False}))
+            try:
+                for question in questions:
+                    pipeline.execute_command(*question)
+                return list(pipeline.execute())
+            finally:
+                pipeline.reset()
+
+    def scan(self, pattern: str) -> Iterator[bytes]:
+        """Every key that matches, over all nodes.
+
+        Raises:
+            TierError: as `ask`.
+        """
+        with self._said():
+            yield from self._connected().scan_iter(match=pattern, count=1000)
+
+    def close(self) -> None:
+        """The connections are closed; the next question opens new ones."""
+        with self._lock:
+            client, self._client = self._client, None
+        if client is not None:
+            client.close()
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._client is None:
+                from redis.backoff import ExponentialWithJitterBackoff
+                from redis.retry import Retry
+
+                kind = self._redis.RedisCluster if self._cluster else self._redis.Redis
+                self._client = kind.from_url(
+                    self._url,
+                    socket_timeout=self._wait_s,
+                    socket_connect_timeout=self._wait_s,
+                    retry=Retry(ExponentialWithJitterBackoff(base=_BACKOFF_S[0], cap=_BACKOFF_S[1]), self._retries),
+                )
+            return self._client
+
+    @contextmanager
+    def _said(self) -> Iterator[None]:
+        """Whatever the client raises becomes a TierError that names the server."""
+        exceptions = self._redis.exceptions
+        try:
+            yield
+        except (exceptions.RedisError, exceptions.RedisClusterException, OSError) as refused:
+            reason = str(refused).splitlines()[0] if str(refused) else type(refused).__name__
+            raise TierError(f"{self.name} does not serve: {reason}") from refused

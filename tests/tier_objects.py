@@ -1,0 +1,67 @@
+"""Small objects for the tests of tiers, and every kind of tier for them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cache_driver import MemoryTier
+from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
+from lamella.connector.storage.file_tier import FileTier
+from lamella.connector.storage.metrics import MeteredTier
+from lamella.connector.storage.redis_tier import RedisTier
+from lamella.connector.storage.s3_tier import S3Tier
+from lamella.connector.storage.tier import Tier
+from lamella.reference.keys import ChunkKey
+from lamella.reference.layout import ByteRange
+
+SIZE = 64
+RUNS = (8, 8, 16, 32)
+WHOLE = [ByteRange(0, SIZE)]
+TIERS = ("memory", "file", "guarded", "metered", "redis", "cluster", "s3")
+_prefixes = itertools.count()
+
+
+def key(number: int, num_tokens: int = 4, space: bytes = b"s" * 32) -> ChunkKey:
+    return ChunkKey(space, number.to_bytes(32, "big"), num_tokens)
+
+
+def content(number: int, size: int = SIZE) -> bytes:
+    return bytes((number * 31 + place) % 251 for place in range(size))
+
+
+def read(tier: Tier, number: int, ranges: Sequence[ByteRange] | None = None) -> bytes:
+    ranges = WHOLE if ranges is None else ranges
+    buffers = [bytearray(wanted.num_bytes) for wanted in ranges]
+    tier.get_ranges(key(number), ranges, [memoryview(buffer) for buffer in buffers])
+    return b"".join(buffers)
+
+
+def put(tier: Tier, number: int) -> None:
+    tier.put(key(number), memoryview(content(number)))
+
+
+def make_tier(
+    kind: str,
+    folder: Path,
+    fixture: Callable[[str], Any],
+    size: int = SIZE,
+    runs: Sequence[int] = RUNS,
+    **options: Any,
+) -> Tier:
+    """An empty tier of the kind; `fixture` gives the running servers by name."""
+    if kind == "file":
+        return FileTier(folder / "kv", size, runs, **options)
+    if kind in ("redis", "cluster"):
+        server = fixture(kind)
+        nodes = server if kind == "cluster" else [server]
+        namespace = f"test-{next(_prefixes)}"
+        return RedisTier(nodes[0].url, size, runs, cluster=kind == "cluster", namespace=namespace, **options)
+    if kind == "s3":
+        return S3Tier(f"s3://kv-cache/test-{next(_prefixes)}", size, runs, endpoint=fixture("s3"), **options)
+    memory = MemoryTier(size)
+    if kind == "guarded":
+        return GuardedTier(memory, CircuitBreaker("memory", 1, 0, lambda: 0))
+    return MeteredTier(memory) if kind == "metered" else memory
