@@ -202,6 +202,8 @@ class Wire:
                     if data is None:
                         break
                 target.sendall(data)
+        if answers and self.silent:
+            return  # not even the server's end is told
         _end(source)
         _end(target)
 
