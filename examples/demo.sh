@@ -25,6 +25,19 @@ else
     echo "left out: torch is not installed here (no CPU build was to be had)"
 fi
 
+title "Every slice width leaves exactly the bytes it must, on real models' shapes (lamella verify)"
+lamella verify --model llama-3.1-8b --layout packed-nhd
+echo
+for shape in "llama-3.1-70b --tensor-parallel 8" "qwen3-32b --tensor-parallel 4 --layout kv-nb-h-bs-d" \
+    "deepseek-v3" "gemma-3-27b --tensor-parallel 8"; do
+    read -ra options <<<"$shape"
+    if ! report=$(lamella verify --model "${options[@]}" --width 1 --width 8); then
+        echo "$report"
+        exit 1
+    fi
+    printf '%-62s %s\n' "--model $shape" "$(tail -n 1 <<<"$report")"
+done
+
 title "Before deploying: does it pay in this regime? (lamella simulate)"
 lamella simulate --out "$out"
 
