@@ -1,7 +1,7 @@
 """The mutation suite: every planted wrong model is rejected by the ordinary properties (`mutants.py`)."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -19,11 +19,11 @@ def _can_run(mutant: Mutant) -> bool:
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Future[Verdict]]:
-    """Every mutant that this machine can build, tried; an error waits in its future for the test that asks."""
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[Verdict]]]:
+    """Every mutant that this machine can build, being tried; an error waits in its future for the test that asks."""
     folder = None if NATIVE_MISSING else find_library("lamella_cpu").parent
     with ThreadPoolExecutor(RUNS_AT_ONCE) as pool:
-        return {
+        yield {
             mutant.name: pool.submit(try_mutant, mutant, tmp_path_factory.mktemp("mutant"), folder)
             for mutant in MUTANTS
             if _can_run(mutant)
