@@ -46,7 +46,8 @@ Engine::Engine(const lm_engine_options& options) : options_(options) {
   batch_rates_.assign(options.rates.batch_bytes_per_s, options.rates.batch_bytes_per_s + options.rates.num_points);
   options_.rates.run_bytes = run_bytes_.data();
   options_.rates.batch_bytes_per_s = batch_rates_.data();
-  strided_rates_.assign(options.rates.strided_bytes_per_s, options.rates.strided_bytes_per_s + options.rates.num_points);
+  strided_rates_.assign(options.rates.strided_bytes_per_s,
+                        options.rates.strided_bytes_per_s + options.rates.num_points);
   options_.rates.strided_bytes_per_s = strided_rates_.data();
 #ifdef LAMELLA_WITH_CUDA
   device_ = options_.device == LM_DEVICE_CUDA ? make_cuda_device(options_) : make_cpu_device(options_);
@@ -110,7 +111,8 @@ std::int32_t Engine::register_cache(const lm_request& shape) {
     cache->sources[i].bases = cache->bases[i].data();
   }
   if (cache->num_layers > options_.num_layers) {
-    throw Invalid(format("the engine was made for %d layers, the cache has %d", options_.num_layers, cache->num_layers));
+    throw Invalid(format("the engine was made for %d layers, the cache has %d", options_.num_layers,
+                         cache->num_layers));
   }
   lm_request plan = shape;
   const lm_slice all{0, cache->num_layers};

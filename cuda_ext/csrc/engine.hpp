@@ -1,4 +1,5 @@
-// The transfer engine: two lanes over one device, the caches they know, and the watchdog that bounds every wait (SAFE-5).
+// The transfer engine: two lanes over one device, the caches they know, and the watchdog that bounds every wait
+// (SAFE-5).
 #pragma once
 
 #include <condition_variable>
@@ -59,7 +60,8 @@ class Engine final : public LaneOwner {
   std::condition_variable drained_;
   std::vector<std::shared_ptr<const Cache>> caches_;
   std::uint64_t sequence_ = 0;
-  std::uint32_t generation_ = 0;              // of the transfer counted last: a word used again has a newer one (SAFE-2)
+  // Of the transfer counted last: a word that is used again has a newer one (SAFE-2).
+  std::uint32_t generation_ = 0;
   std::vector<std::uint64_t> count_slots_;  // free words of the value carrier
   std::multimap<std::int64_t, std::weak_ptr<Transfer>> deadlines_;
   std::deque<std::uint64_t> drained_tokens_;

@@ -4,8 +4,8 @@
 // together (EVIDENCE §7). Marks and clears are enqueued in one queue's order, because a clear from the host could
 // overtake the mark of a younger transfer. Only the watchdog writes from the host, when that queue may be stuck.
 //
-// Invariant: a word whose layer is outstanding in some gate reads 1 from the gate's mark on; the queue's last write to any
-// other word is 0.
+// Invariant: a word whose layer is outstanding in some gate reads 1 from the gate's mark on; the queue's last write
+// to any other word is 0.
 #pragma once
 
 #include <algorithm>

@@ -179,6 +179,37 @@ std::vector<Copy> direct_copies(const CopyJob& job, bool merge_rows) {
   return list.take();
 }
 
+std::vector<Copy> copies_of(const CopyJob& job, std::int32_t method, std::uint64_t slot) {
+  switch (method) {
+    case LM_COPY_STAGED_BATCH:
+    case LM_COPY_STAGED_2D:
+      return staged_copies(job, slot, method == LM_COPY_STAGED_2D);
+    case LM_COPY_DIRECT_BATCH:
+      return direct_copies(job, true);
+    default:
+      return {};
+  }
+}
+
+std::int32_t choose_method(const CopyJob& job, bool can_direct, std::uint64_t slot, const lm_engine_options& options) {
+  constexpr double kWorthComparing = 1.05;  // listing the blocks of long runs would only delay the first byte
+  if (options.device == LM_DEVICE_CPU) return LM_COPY_GATHER;
+  if (can_direct && options.avoid_kernels != 0) return LM_COPY_DIRECT_BATCH;
+  double bytes = 0;
+  for (const Piece& p : job.pieces) {
+    bytes += static_cast<double>(piece_bytes(job.groups[static_cast<std::size_t>(p.group)], p));
+  }
+  const double staged = estimated_ns(staged_copies(job, slot, true), options.rates);
+  if (can_direct && staged > kWorthComparing * 1e9 * bytes / options.rates.wire_bytes_per_s &&
+      estimated_ns(direct_copies(job, true), options.rates) < staged) {
+    return LM_COPY_DIRECT_BATCH;
+  }
+  const double gather = 1e9 * bytes / options.rates.gather_bytes_per_s;
+  const bool gathers = options.gather_factor_percent > 0 && options.avoid_kernels == 0 &&
+                       staged * 100 > gather * options.gather_factor_percent;
+  return gathers ? LM_COPY_GATHER : LM_COPY_STAGED_2D;
+}
+
 double rate_at(const lm_rates& rates, const double* rate, std::int64_t run_bytes) {
   const std::int64_t* end = rates.run_bytes + rates.num_points;
   const std::int64_t* above = std::upper_bound(rates.run_bytes, end, run_bytes);

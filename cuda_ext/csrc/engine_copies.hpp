@@ -61,6 +61,12 @@ bool can_go_direct(const std::vector<Group>& groups);
 // Copies between the objects and the blocks; only where can_go_direct.
 std::vector<Copy> direct_copies(const CopyJob& job, bool merge_rows);
 
+// The copies of a window by that method; none where a kernel moves it.
+std::vector<Copy> copies_of(const CopyJob& job, std::int32_t method, std::uint64_t slot);
+
+// The fastest method by the calibrated rates; staging among equals, because its entries are fewer.
+std::int32_t choose_method(const CopyJob& job, bool can_direct, std::uint64_t slot, const lm_engine_options& options);
+
 // Time that the copies take: at the device or at the issuing thread, whichever is longer.
 double estimated_ns(const std::vector<Copy>& copies, const lm_rates& rates);
 // Rate at runs of that length, between the table's points on a logarithmic scale of lengths.

@@ -64,7 +64,8 @@ class Fence {
 // A clock other than now_ns's, and what is known of where it began.
 class Clock {
  public:
-  // An event of this clock's `ns` was seen to have happened at `seen_ns`: the clock began no later than their difference.
+  // An event of this clock's `ns` was seen to have happened at `seen_ns`: the clock began no later than their
+  // difference.
   void see(std::int64_t ns, std::int64_t seen_ns) {
     std::int64_t known = origin_ns_.load(std::memory_order_relaxed);
     while (seen_ns - ns < known && !origin_ns_.compare_exchange_weak(known, seen_ns - ns)) {

@@ -1,39 +1,19 @@
 #include "engine_lane.hpp"
 
-#include <algorithm>
-#include <ctime>
-
 #include <pthread.h>
-
-#include "engine_copies.hpp"
-
 #ifdef __linux__
 #include <sys/prctl.h>
 #endif
+
+#include <algorithm>
+#include <ctime>
+
+#include "engine_faults.hpp"
 
 namespace lamella {
 namespace {
 
 constexpr std::int64_t kIdleNs = 3'600'000'000'000;  // nothing in flight: until woken
-constexpr std::int64_t kFirstLookNs = 10'000;        // after an expectation that was too early
-constexpr double kWorthComparing = 1.05;             // staged copies that take so many times the wire's time
-constexpr std::int64_t kLastLookNs = 500'000;        // a stuck fence must not cost a core
-
-// A planted fault: the device says, when it comes to the mark, that something has gone wrong.
-class FailingMark final : public Mark {
- public:
-  explicit FailingMark(std::shared_ptr<Mark> inner) : inner_(std::move(inner)) {}
-  bool reached() override {
-    if (inner_->reached()) throw DeviceFailure("planted: the window failed when it completed", false);
-    return false;
-  }
-  Moment moment() override { return inner_->moment(); }
-  void hold_back(std::uint64_t stream) override { inner_->hold_back(stream); }
-  bool is_on_host() const override { return inner_->is_on_host(); }
-
- private:
-  std::shared_ptr<Mark> inner_;
-};
 
 std::int64_t read_ns(clockid_t clock) {
   timespec t{};
@@ -47,7 +27,7 @@ Lane::Lane(lm_direction direction, Device& device, Slots& slots, LaneOwner& owne
       slots_(slots),
       owner_(owner),
       options_(options),
-      ns_per_byte_(1e9 / options.rates.wire_bytes_per_s) {
+      pace_(options.rates.wire_bytes_per_s) {
   channel_ = device.open(direction, *this);
   pending_.set_words(device.host_words(options.num_layers));
   slots_.introduce(direction, this);
@@ -190,7 +170,8 @@ void Lane::run() {
       if (!inbox_.empty() || !commands_.empty() || looked_) break;
     }
     if (issued) drop_stopped();
-    const std::int64_t look_ns = next_look_ns();
+    const std::int64_t now = now_ns();
+    const std::int64_t look_ns = in_flight_.empty() ? now + kIdleNs : pace_.next_look_ns(awaited_bytes(), now);
     lock.lock();
     status_.in_flight_bytes = flying_bytes_;
     if (closing && live_.empty() && inbox_.empty() && commands_.empty()) break;
@@ -204,41 +185,15 @@ void Lane::run() {
   answered_.notify_all();
 }
 
-// The window to look for: when all that is to come is enqueued, each; otherwise when half of what is in flight has gone, so
-// that a look refills several.
-std::size_t Lane::watched() const {
+// Bytes up to the window to look for: when all that is to come is enqueued, the next; otherwise the one in the middle
+// of what is in flight, so that a look refills several.
+std::int64_t Lane::awaited_bytes() const {
+  if (in_flight_.empty()) return 0;
   const bool more = std::any_of(live_.begin(), live_.end(), [](const auto& t) { return !t->all_issued; });
-  return more ? (in_flight_.size() - 1) / 2 : 0;
-}
-
-std::int64_t Lane::expected_ns(std::size_t window) const {
+  const std::size_t last = more ? (in_flight_.size() - 1) / 2 : 0;
   std::int64_t bytes = 0;
-  for (std::size_t i = 0; i <= window; ++i) bytes += in_flight_[i]->num_bytes;
-  return moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_per_byte_);
-}
-
-// When something may have happened that nobody tells us.
-std::int64_t Lane::next_look_ns() const {
-  const std::int64_t now = now_ns();
-  if (in_flight_.empty()) return now + kIdleNs;
-  return std::max(expected_ns(watched()), now + std::max(look_backoff_ns_, kFirstLookNs));
-}
-
-// Learns from a look that found `reached` windows done. The pace aims a little early: a look in vain costs a few
-// microseconds, one that comes late costs the wire.
-void Lane::keep_pace(std::size_t reached, std::int64_t bytes) {
-  constexpr double kSlower = 1.03;
-  constexpr double kFaster = 0.99;
-  const std::int64_t now = now_ns();
-  const double wire = 1e9 / options_.rates.wire_bytes_per_s;
-  if (reached > 0) {
-    const auto likely = moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_per_byte_);
-    moving_since_ns_ = std::min(now, std::max(likely, missed_ns_));
-    ns_per_byte_ = std::max(0.9 * wire, ns_per_byte_ * kFaster);
-  } else if (now >= expected_ns(watched())) {
-    ns_per_byte_ = std::min(100 * wire, ns_per_byte_ * kSlower);
-  }
-  if (!in_flight_.empty()) missed_ns_ = now;
+  for (std::size_t i = 0; i <= last; ++i) bytes += in_flight_[i]->num_bytes;
+  return bytes;
 }
 
 void Lane::give_slot(Window& window) {
@@ -249,7 +204,7 @@ void Lane::give_slot(Window& window) {
 void Lane::reap() {
   if (in_flight_.empty()) return;
   std::int64_t bytes = 0;
-  std::size_t reached = 0;
+  bool reached = false;
   while (!in_flight_.empty()) {
     const std::shared_ptr<Window> window = in_flight_.front();
     Transfer& transfer = *window->transfer;
@@ -263,16 +218,18 @@ void Lane::reap() {
         return;
       }
     }
-    ++reached;
+    reached = true;
     bytes += window->num_bytes;
     give_slot(*window);
     --transfer.windows_in_flight;
     flying_bytes_ -= window->num_bytes;
     in_flight_.pop_front();
   }
-  keep_pace(reached, bytes);
-  const bool in_vain = reached == 0 && !in_flight_.empty();
-  look_backoff_ns_ = in_vain ? std::min(std::max(look_backoff_ns_ * 2, kFirstLookNs), kLastLookNs) : 0;
+  if (reached) {
+    pace_.hit(bytes, !in_flight_.empty(), now_ns());
+  } else {
+    pace_.miss(awaited_bytes(), now_ns());
+  }
 }
 
 // Lets go of transfers of which nothing is in flight and nothing will be.
@@ -354,40 +311,9 @@ bool Lane::prepare(Transfer& transfer) {
   return true;
 }
 
-std::vector<Copy> Lane::copies_for(Transfer& transfer, const Window& window, std::int32_t method) {
-  const CopyJob job{transfer.planner->groups(), window.pieces,           transfer.owned.request,
-                    transfer.objects,           transfer.registered_base, transfer.registered_piece_bytes};
-  switch (method) {
-    case LM_COPY_STAGED_BATCH:
-    case LM_COPY_STAGED_2D:
-      return staged_copies(job, window.staging, method == LM_COPY_STAGED_2D);
-    case LM_COPY_DIRECT_BATCH:
-      return direct_copies(job, true);
-    default:
-      return {};
-  }
-}
-
-// The fastest by the calibrated table; staging first among equals, because its entries are fewer.
-void Lane::choose_method(Transfer& transfer, Window& window) {
-  if (transfer.method == LM_COPY_AUTO && options_.device == LM_DEVICE_CPU) transfer.method = LM_COPY_GATHER;
-  if (transfer.method != LM_COPY_AUTO) return;
-  const double staged = estimated_ns(copies_for(transfer, window, LM_COPY_STAGED_2D), options_.rates);
-  transfer.method = LM_COPY_STAGED_2D;
-  // Nothing beats long runs, and listing the blocks for a comparison would delay the first byte.
-  const double wire = 1e9 * static_cast<double>(window.num_bytes) / options_.rates.wire_bytes_per_s;
-  if (transfer.cache->direct && (options_.avoid_kernels != 0 || staged > wire * kWorthComparing)) {
-    const double direct = estimated_ns(copies_for(transfer, window, LM_COPY_DIRECT_BATCH), options_.rates);
-    if (options_.avoid_kernels != 0 || direct < staged) {
-      transfer.method = LM_COPY_DIRECT_BATCH;
-      return;
-    }
-  }
-  const double gather = 1e9 * static_cast<double>(window.num_bytes) / options_.rates.gather_bytes_per_s;
-  if (options_.gather_factor_percent > 0 && options_.avoid_kernels == 0 &&
-      staged * 100 > gather * options_.gather_factor_percent) {
-    transfer.method = LM_COPY_GATHER;
-  }
+CopyJob Lane::copy_job(const Transfer& transfer, const Window& window) {
+  return {transfer.planner->groups(), window.pieces,           transfer.owned.request,
+          transfer.objects,           transfer.registered_base, transfer.registered_piece_bytes};
 }
 
 bool Lane::issue_next() {
@@ -405,10 +331,12 @@ bool Lane::issue_next() {
     window->staging = slots_.address(window->slot);
   }
   const bool first = window->first;
-  if (window->num_bytes > 0) choose_method(transfer, *window);
+  if (transfer.method == LM_COPY_AUTO && window->num_bytes > 0) {
+    transfer.method = choose_method(copy_job(transfer, *window), transfer.cache->direct, window->staging, options_);
+  }
   window->method = transfer.method == LM_COPY_AUTO ? static_cast<std::int32_t>(LM_COPY_STAGED_BATCH) : transfer.method;
   if (!is_staged(window->method)) give_slot(*window);
-  window->copies = window->num_bytes > 0 ? copies_for(transfer, *window, window->method) : std::vector<Copy>();
+  if (window->num_bytes > 0) window->copies = copies_of(copy_job(transfer, *window), window->method, window->staging);
   transfer.count_copies(static_cast<std::int64_t>(window->copies.size()));
   if (first) transfer.start(window->method);
   begun_ = &transfer;
@@ -431,7 +359,7 @@ bool Lane::issue_next() {
   }
   window->alone = in_flight_.empty();
   window->issued_ns = now_ns();
-  if (window->alone) moving_since_ns_ = missed_ns_ = window->issued_ns;
+  if (window->alone) pace_.restart(window->issued_ns);
   bool recorded = false;
   try {
     channel_->issue(window);

@@ -1,9 +1,9 @@
-// One direction's lane: a native thread that takes the most urgent slice, issues it window by window, and keeps a bounded
-// number of bytes in flight (DESIGN D5).
+// One direction's lane: a native thread that takes the most urgent slice, issues it window by window, and keeps a
+// bounded number of bytes in flight (DESIGN D5).
 //
-// Order: among transfers whose next slice has not begun, the smallest (key of that slice, sequence); a slice that began is
-// finished first (ORD-2). A cancel takes effect between windows. The thread never blocks in the device: it sleeps until the
-// oldest window is expected to be done and looks then, so a fence that never opens stops neither cancel nor close.
+// Order: among transfers whose next slice has not begun, the smallest (key of that slice, sequence); a slice that began
+// is finished first (ORD-2). A cancel takes effect between windows. The thread never blocks in the device: it sleeps
+// until windows are expected to be done and looks then, so a fence that never opens stops neither cancel nor close.
 #pragma once
 
 #include <condition_variable>
@@ -16,7 +16,9 @@
 #include <thread>
 #include <vector>
 
+#include "engine_copies.hpp"
 #include "engine_device.hpp"
+#include "engine_pace.hpp"
 #include "engine_slots.hpp"
 #include "engine_transfer.hpp"
 
@@ -66,19 +68,15 @@ class Lane final : public Listener, public SlotWaiter {
   void run();
   void take_inbox(std::unique_lock<std::mutex>& lock);
   void reap();
-  void keep_pace(std::size_t reached, std::int64_t bytes);
-  std::size_t watched() const;
-  std::int64_t expected_ns(std::size_t window) const;
+  std::int64_t awaited_bytes() const;
   void give_slot(Window& window);
   void drop_stopped();
   void finish(const std::shared_ptr<Transfer>& transfer);
   std::shared_ptr<Transfer> most_urgent() const;
   bool issue_next();
   bool prepare(Transfer& transfer);
-  void choose_method(Transfer& transfer, Window& window);
-  std::vector<Copy> copies_for(Transfer& transfer, const Window& window, std::int32_t method);
+  static CopyJob copy_job(const Transfer& transfer, const Window& window);
   void fail_all(const std::string& reason);
-  std::int64_t next_look_ns() const;
 
   const lm_direction direction_;
   Slots& slots_;
@@ -93,10 +91,7 @@ class Lane final : public Listener, public SlotWaiter {
   std::int64_t flying_bytes_ = 0;  // of in_flight_
   Transfer* begun_ = nullptr;  // whose slice is being issued
   bool lost_ = false;
-  std::int64_t look_backoff_ns_ = 0;
-  std::int64_t moving_since_ns_ = 0;  // the oldest window, as far as is known
-  std::int64_t missed_ns_ = 0;        // when it was last seen not to be done
-  double ns_per_byte_;                // of late
+  Pace pace_;
 
   std::mutex mutex_;
   std::condition_variable wake_;

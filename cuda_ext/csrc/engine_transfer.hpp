@@ -4,9 +4,9 @@
 //      |                               |----cancel(), drained----> CANCELLED
 //      '-------------------------------'----failure, drained-----> FAILED
 //
-// A slice is recorded once its last window is enqueued with its mark, and lands when the mark is reached. A final state is
-// entered by the lane only when no window is in flight (SAFE-1); the caller's blocks and objects are its own again then
-// (XFER-2). Invariants: landed <= recorded <= num_slices, and neither falls.
+// A slice is recorded once its last window is enqueued with its mark, and lands when the mark is reached. A final
+// state is entered by the lane only when no window is in flight (SAFE-1); the caller's blocks and objects are its own
+// again then (XFER-2). Invariants: landed <= recorded <= num_slices, and neither falls.
 #pragma once
 
 #include <atomic>

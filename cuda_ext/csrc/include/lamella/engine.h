@@ -121,8 +121,8 @@ typedef struct lm_lane_status {
 
 LM_API lm_status lm_engine_create(const lm_engine_options *options, lm_engine **engine);
 
-/* Cancels what is in flight, waits at most timeout_ns for it to drain, then ends the threads. LM_TIMEOUT: the device did
- * not drain; threads and memory are left to it, and the engine is unusable all the same. */
+/* Cancels what is in flight, waits at most timeout_ns for it to drain, then ends the threads. LM_TIMEOUT: the device
+ * did not drain; threads and memory are left to it, and the engine is unusable all the same. */
 LM_API int32_t lm_engine_close(lm_engine *engine, int64_t timeout_ns);
 
 /* Frees a closed engine; no transfer of it may be used afterwards. */
@@ -145,8 +145,8 @@ LM_API lm_status lm_engine_lane_status(lm_engine *engine, int32_t direction, lm_
 LM_API lm_status lm_engine_pending_word(lm_engine *engine, int32_t layer, uint64_t *address);
 LM_API lm_status lm_engine_wait_pending(lm_engine *engine, int32_t layer, uint64_t stream);
 
-/* For tests. Paced CPU device: lets `windows` more windows of a lane move. Any device: the lane's window `window` (counted
- * from its first) fails when it is issued (`when` 0) or when it completes (1). */
+/* For tests. Paced CPU device: lets `windows` more windows of a lane move. Any device: the lane's window `window`
+ * (counted from its first) fails when it is issued (`when` 0) or when it completes (1). */
 LM_API lm_status lm_engine_grant(lm_engine *engine, int32_t direction, int64_t windows);
 LM_API lm_status lm_engine_plant_fault(lm_engine *engine, int32_t direction, int64_t window, int32_t when);
 

@@ -1,0 +1,263 @@
+// A lane's two streams on a CUDA device: one for copy engines, one for kernels, both of high priority.
+//
+//   retrieve   copy stream: object -> slot, event ─► kernel stream: slot -> blocks, count, mark
+//   store      kernel stream: blocks -> slot, event ─► copy stream: slot -> object, count, mark
+//   direct     copy stream alone: object <-> blocks, count, mark. Nothing touches the kernel stream, because another
+//              process's kernels would hold it up by a time slice (EVIDENCE §5)
+//
+// A slot is used again only after its window's mark was reached, so copies need not wait for scatters.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "cuda_context.hpp"
+#include "cuda_marks.hpp"
+#include "cuda_tables.hpp"
+#include "engine_device.hpp"
+#include "engine_transfer.hpp"
+#include "scatter.hpp"
+
+namespace lamella {
+
+constexpr std::int64_t kClockNs = 100'000'000;  // a clock at least so old is replaced when nothing is in flight
+
+class CudaChannel final : public Channel {
+ public:
+  CudaChannel(std::shared_ptr<const Context> context, lm_direction direction, const lm_engine_options& options)
+      : context_(std::move(context)),
+        direction_(direction),
+        options_(options),
+        marks_(std::make_shared<Events>(context_, cudaEventDefault)) {
+    int least = 0;
+    int greatest = 0;
+    LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
+    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
+    LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
+    LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
+  }
+
+  ~CudaChannel() override {
+    try {
+      const Context::Scope scope(*context_);
+      cudaStreamDestroy(copy_);
+      cudaStreamDestroy(kernel_);
+      cudaEventDestroy(joint_);
+      clock_.reset();
+      marks_.reset();
+    } catch (const DeviceFailure&) {
+      // The context has gone, and with it what is freed here.
+    }
+  }
+
+  void attach_thread() override {
+    context_->attach_thread();
+    // Another thread that captures a graph must not forbid this one its queries.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    LM_REQUIRE(cudaThreadExchangeStreamCaptureMode(&mode));
+  }
+
+  void issue(const std::shared_ptr<Window>& window) override {
+    try {
+      enqueue(*window);
+    } catch (const DeviceFailure&) {
+      clock_.reset();  // it may start with a mark that was never recorded
+      throw;
+    }
+  }
+
+  std::shared_ptr<Mark> mark() override {
+    join_tails();
+    auto mark = new_mark(false);
+    LM_REQUIRE(cudaEventRecord(mark->event(), tail()));
+    return mark;
+  }
+
+  void write_words(const std::vector<std::uint64_t>& addresses, std::uint64_t value) override {
+    join_tails();
+    constexpr std::size_t kMostOps = 128;
+    std::vector<CUstreamBatchMemOpParams> ops(std::min(addresses.size(), kMostOps));
+    for (std::size_t first = 0; first < addresses.size(); first += kMostOps) {
+      const std::size_t count = std::min(kMostOps, addresses.size() - first);
+      for (std::size_t i = 0; i < count; ++i) {
+        std::memset(&ops[i], 0, sizeof ops[i]);
+        ops[i].writeValue.operation = CU_STREAM_MEM_OP_WRITE_VALUE_64;
+        ops[i].writeValue.address = addresses[first + i];
+        ops[i].writeValue.value64 = value;
+        ops[i].writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+      }
+      const Driver& driver = Driver::get();
+      driver.require(driver.batch_mem_op(tail(), static_cast<unsigned>(count), ops.data(), 0), "cuStreamBatchMemOp");
+    }
+  }
+
+ private:
+  void enqueue(Window& window) {
+    Transfer& transfer = *window.transfer;
+    auto mark = new_mark(window.alone);
+    const bool direct = window.method == LM_COPY_DIRECT_BATCH;
+    const bool staged = is_staged(window.method);
+    const bool retrieve = direction_ == LM_RETRIEVE;
+    if (direct) {
+      if (window.first) wait_for_fence(transfer, copy_);
+      copy(window);
+    } else if (staged && retrieve) {
+      copy(window);  // staging may fill before the fence; blocks are touched behind it (XFER-3)
+      if (window.first) prepare_kernels(transfer);
+      join(copy_, kernel_);
+      scatter(window);
+    } else {
+      if (window.first) prepare_kernels(transfer);
+      staged ? scatter(window) : gather(window);
+      if (!retrieve) join(kernel_, copy_);
+      if (staged) copy(window);
+    }
+    const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
+    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
+    if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
+    LM_REQUIRE(cudaEventRecord(mark->event(), last));
+    window.mark = mark;
+  }
+
+  static void wait_for_fence(const Transfer& transfer, cudaStream_t stream) {
+    if (transfer.fence_event != 0) LM_REQUIRE(cudaStreamWaitEvent(stream, event_of(transfer.fence_event), 0));
+  }
+
+  // Before a transfer's first kernel: its tables are on the device, and its fence has passed.
+  void prepare_kernels(const Transfer& transfer) const {
+    static_cast<const CudaTables&>(*transfer.tables).upload(kernel_);
+    wait_for_fence(transfer, kernel_);
+  }
+
+  // The stream that everything of this lane is behind, once tails are joined.
+  cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
+
+  // Direct retrieves end on the copy stream; marks and words go behind both.
+  void join_tails() {
+    if (!copy_is_ahead_) return;
+    join(copy_, kernel_);
+    copy_is_ahead_ = false;
+  }
+
+  // `later` goes on behind what `earlier` was given so far. A wait means the event as recorded when it was enqueued, so
+  // one event serves every joint.
+  void join(cudaStream_t earlier, cudaStream_t later) {
+    LM_REQUIRE(cudaEventRecord(joint_, earlier));
+    LM_REQUIRE(cudaStreamWaitEvent(later, joint_, 0));
+  }
+
+  // The clock starts anew with a mark behind which nothing was in flight, so that its readings stay short and exact.
+  std::shared_ptr<CudaMark> new_mark(bool alone) {
+    auto event = std::make_shared<Event>(marks_);
+    const std::int64_t now = now_ns();
+    if (clock_ == nullptr || (alone && now - clock_made_ns_ > kClockNs)) {
+      clock_ = std::make_shared<DeviceClock>(event);
+      clock_made_ns_ = now;
+    }
+    return std::make_shared<CudaMark>(std::move(event), clock_);
+  }
+
+  static void write_word(cudaStream_t stream, std::uint64_t word, std::uint64_t value) {
+    const Driver& driver = Driver::get();
+    driver.require(driver.write_value(stream, word, value, CU_STREAM_WRITE_VALUE_DEFAULT), "cuStreamWriteValue64");
+  }
+
+  template <typename Move>
+  void each_group(const Window& window, Move move) const {
+    const auto& pieces = window.pieces;
+    const auto& groups = window.transfer->tables->groups;
+    for (std::size_t first = 0; first < pieces.size();) {
+      std::size_t end = first + 1;
+      while (end < pieces.size() && pieces[end].group == pieces[first].group) ++end;
+      try {
+        move(groups[static_cast<std::size_t>(pieces[first].group)], pieces.data() + first,
+             static_cast<std::int64_t>(end - first));
+      } catch (const CudaError& refused) {
+        throw DeviceFailure(refused.what(), cudaStreamQuery(kernel_) != cudaErrorNotReady && cudaGetLastError() != 0);
+      }
+      first = end;
+    }
+  }
+
+  void scatter(const Window& window) const {
+    each_group(window, [&](const KernelGroup& group, const Piece* pieces, std::int64_t count) {
+      scatter_staged(group, pieces, count, window.staging, direction_, options_.kernel_ctas, kernel_);
+    });
+  }
+
+  void gather(const Window& window) const {
+    const Tables& tables = *window.transfer->tables;
+    each_group(window, [&](const KernelGroup& group, const Piece* pieces, std::int64_t count) {
+      move_mapped(group, pieces, count, tables.objects, tables.object_bits, direction_, 0, kernel_);
+    });
+  }
+
+  void copy(const Window& window) {
+    const cudaMemcpyKind kind = direction_ == LM_RETRIEVE ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
+    for (const Copy& c : window.copies) {
+      if (c.height > 1) {
+        LM_REQUIRE(cudaMemcpy2DAsync(pointer(c.to), static_cast<std::size_t>(c.to_pitch), pointer(c.from),
+                                     static_cast<std::size_t>(c.from_pitch), static_cast<std::size_t>(c.width),
+                                     static_cast<std::size_t>(c.height), kind, copy_));
+        continue;
+      }
+      to_.push_back(pointer(c.to));
+      from_.push_back(pointer(c.from));
+      sizes_.push_back(static_cast<std::size_t>(c.width));
+      if (to_.size() == static_cast<std::size_t>(options_.batch_entries)) flush(kind);
+    }
+    flush(kind);
+  }
+
+  // One call for all runs collected; entries of a call are in no order among themselves.
+  void flush(cudaMemcpyKind kind) {
+    if (to_.empty()) return;
+    cudaError_t code = cudaSuccess;
+    if (to_.size() == 1) {
+      code = cudaMemcpyAsync(to_[0], from_[0], sizes_[0], kind, copy_);
+    } else {
+      cudaMemcpyAttributes attributes{};
+      attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+      attributes.flags = static_cast<unsigned>(options_.batch_flags);
+      std::size_t first = 0;
+#if CUDART_VERSION >= 13000
+      code = cudaMemcpyBatchAsync(to_.data(), from_.data(), sizes_.data(), to_.size(), &attributes, &first, 1, copy_);
+#else
+      std::size_t failed_entry = 0;
+      code = cudaMemcpyBatchAsync(to_.data(), const_cast<void**>(from_.data()), sizes_.data(), to_.size(), &attributes,
+                                  &first, 1, &failed_entry, copy_);
+#endif
+    }
+    to_.clear();
+    from_.clear();
+    sizes_.clear();
+    require(code, "copying a window's runs");
+  }
+
+  std::shared_ptr<const Context> context_;
+  const lm_direction direction_;
+  const lm_engine_options options_;
+  std::shared_ptr<Events> marks_;
+  cudaStream_t copy_ = nullptr;
+  cudaStream_t kernel_ = nullptr;
+  cudaEvent_t joint_ = nullptr;
+  std::shared_ptr<DeviceClock> clock_;
+  std::int64_t clock_made_ns_ = 0;
+  bool copy_is_ahead_ = false;
+  std::vector<void*> to_;
+#if CUDART_VERSION >= 13000
+  std::vector<const void*> from_;
+#else
+  std::vector<void*> from_;
+#endif
+  std::vector<std::size_t> sizes_;
+};
+
+}  // namespace lamella

@@ -1,0 +1,61 @@
+// When a lane's windows are expected to be done, learned from looking.
+//
+// Asking the device costs a few microseconds, and so does waking up; looking late costs the wire. So a lane sleeps
+// until the window it waits for should be done, and aims a little early.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace lamella {
+
+class Pace {
+ public:
+  explicit Pace(double bytes_per_s) : wire_ns_a_byte_(1e9 / bytes_per_s), ns_a_byte_(wire_ns_a_byte_) {}
+
+  // A window starts to move now, and nothing else does.
+  void restart(std::int64_t now_ns) { moving_since_ns_ = missed_ns_ = now_ns; }
+
+  // When so many bytes, counted from the oldest window's first, are expected to have moved.
+  std::int64_t expected_ns(std::int64_t bytes) const {
+    return moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_a_byte_);
+  }
+
+  // A look found windows of `bytes` done; `more` are still in flight.
+  void hit(std::int64_t bytes, bool more, std::int64_t now_ns) {
+    // They were done between the last look in vain and now, most likely when they were expected.
+    moving_since_ns_ = std::min(now_ns, std::max(expected_ns(bytes), missed_ns_));
+    ns_a_byte_ = std::max(kFastest * wire_ns_a_byte_, ns_a_byte_ * kFaster);
+    look_again_ns_ = 0;
+    if (more) missed_ns_ = now_ns;
+  }
+
+  // A look found none done; `awaited_bytes` as for expected_ns.
+  void miss(std::int64_t awaited_bytes, std::int64_t now_ns) {
+    if (now_ns >= expected_ns(awaited_bytes)) ns_a_byte_ = std::min(kSlowest * wire_ns_a_byte_, ns_a_byte_ * kSlower);
+    look_again_ns_ = std::min(std::max(look_again_ns_ * 2, kFirstLookNs), kLastLookNs);
+    missed_ns_ = now_ns;
+  }
+
+  // When to look for those bytes.
+  std::int64_t next_look_ns(std::int64_t awaited_bytes, std::int64_t now_ns) const {
+    return std::max(expected_ns(awaited_bytes), now_ns + std::max(look_again_ns_, kFirstLookNs));
+  }
+
+ private:
+  static constexpr std::int64_t kFirstLookNs = 10'000;  // after an expectation that was too early
+  static constexpr std::int64_t kLastLookNs = 500'000;  // a stuck fence must not cost a core
+  static constexpr double kFaster = 0.99;               // after a hit; three of four looks should be one
+  static constexpr double kSlower = 1.03;               // after a miss
+  static constexpr double kFastest = 0.9;               // of the wire's time a byte
+  static constexpr double kSlowest = 100;
+
+  double wire_ns_a_byte_;
+  double ns_a_byte_;                  // of late
+  std::int64_t moving_since_ns_ = 0;  // the oldest window, as far as is known
+  std::int64_t missed_ns_ = 0;        // when it was last seen not to be done
+  std::int64_t look_again_ns_ = 0;
+};
+
+}  // namespace lamella
