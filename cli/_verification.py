@@ -54,7 +54,7 @@ def choose_runners(device: str, threads: int) -> Choice:
     if device == "numpy":
         return Choice(tuple(map(_on_host, each_method(NumpyExecutor()))), "NumPy, asked for")
     if device != "cpu":
-        raise ValueError(f"unknown device {device!r}; known: cpu, numpy, cuda")
+        raise ValueError(f"unknown device {device!r}; known: cpu, numpy, engine, cuda")
     choice = choose_executor(threads)
     return Choice(tuple(map(_on_host, each_method(choice.executor))), f"{choice.executor.name}: {choice.reason}")
 

@@ -47,7 +47,7 @@ def register(app: typer.Typer) -> None:
             list[str] | None,
             typer.Option("--width", "--widths", help="Layers per slice or a schedule such as 1,1,2,4; repeatable."),
         ] = None,
-        device: Annotated[str, typer.Option(help="cpu (the fastest executor installed), numpy or cuda.")] = "cpu",
+        device: Annotated[str, typer.Option(help="cpu (the best executor), numpy, engine (on a CPU), cuda.")] = "cpu",
         threads: Annotated[int, typer.Option(help="Of the native executor.")] = 2,
         tensor_parallel: Annotated[int, typer.Option(help="Ranks that share a model's heads; one is checked.")] = 1,
         tokens: Annotated[int | None, typer.Option(help="Tokens of the longer request.")] = None,
@@ -174,11 +174,11 @@ def _parse_ids(text: str | None) -> tuple[int, ...] | None:
 
 
 def _runners(device: str, threads: int) -> Choice:
-    if not device.startswith("cuda"):
+    if device != "engine" and not device.startswith("cuda"):
         return choose_runners(device, threads)
     from lamella.cuda_ext.engine_trial import run_on_device
 
-    opened = open_device("cuda:0" if device == "cuda" else device)
+    opened = open_device({"engine": "cpu", "cuda": "cuda:0"}.get(device, device))
     engine = Runner(f"engine, {opened.name}", lambda trial: run_on_device(opened, trial), None)
     return Choice((engine,), f"the transfer engine on {opened.name}, asked for")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from engine_driver import ENGINE_MISSING
 from lamella.cli.main import build_app
 from lamella.reference.layout import LAYOUTS
 from lamella.reference.models import MODELS
@@ -72,6 +73,17 @@ def test_a_users_own_block_table_is_checked_as_it_is() -> None:
     assert document["rows"][0]["bytes_moved"] == (64 - 16 - 3) * 4 * 2 * 16 * 2
 
 
+@pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
+def test_the_transfer_engine_is_a_device_too() -> None:
+    document = json.loads(run(*TINY, "--device", "engine", "--width", "1", "--width", "3", "--json"))
+    assert document["executor"] == "the transfer engine on cpu, asked for"
+    assert [row["law"] for row in document["rows"]] == [
+        "retrieve: exactly the oracle's bytes",
+        "store: exactly the oracle's bytes",
+    ]
+    assert document["holds"]
+
+
 @pytest.mark.skipif(COMPILER is None or NATIVE_MISSING is not None, reason="no native library to plant a fault in")
 def test_a_difference_is_exit_code_1_with_a_minimal_counterexample(tmp_path: Path) -> None:
     mutant = next(mutant for mutant in MUTANTS if mutant.name == "K runs of an object swapped")
@@ -118,7 +130,7 @@ def test_a_difference_is_exit_code_1_with_a_minimal_counterexample(tmp_path: Pat
         ((*TINY, "--tokens", "0"), "tokens must be at least 1, got 0"),
         ((*TINY, "--tokens", "9000000"), "raise --memory"),
         ((*TINY, "--threads", "0"), "threads must be at least 1, got 0"),
-        ((*TINY, "--device", "tpu"), "unknown device 'tpu'; known: cpu, numpy, cuda"),
+        ((*TINY, "--device", "tpu"), "unknown device 'tpu'; known: cpu, numpy, engine, cuda"),
         (("--model", "qwen3-32b", "--tensor-parallel", "3"), "divide the 8 KV heads or be a multiple of them, got 3"),
     ],
 )  # fmt: skip

@@ -35,6 +35,21 @@ def test_each_executor_leaves_exactly_the_oracles_bytes(case: TransferCase) -> N
         assert difference is None, f"{name}: {difference}"
 
 
+@given(case=transfer_cases(Direction.RETRIEVE))
+def test_a_slice_is_reported_when_it_has_landed_and_nothing_behind_it_has_moved(case: TransferCase) -> None:
+    for name, move in MOVES:
+        broken = check_landing(case, move)
+        assert broken is None, f"{name}: {broken}"
+
+
+@needs_native
+@given(case=transfer_cases(max_requests=2))
+def test_the_native_planner_makes_the_references_windows_and_pieces(case: TransferCase) -> None:
+    for request in case.requests:
+        plan = case.plan(request)
+        assert expand_natively(plan).windows == plan.windows
+
+
 @given(case=transfer_cases(), data=st.data())
 def test_every_width_and_schedule_leaves_chunk_majors_bytes(case: TransferCase, data: st.DataObject) -> None:
     trial = Trial(case)
@@ -59,21 +74,6 @@ def test_requests_leave_the_same_bytes_whichever_slice_goes_next(case: TransferC
     for name, move in MOVES:
         difference = trial.run(move)
         assert difference is None, f"{name}: {difference}"
-
-
-@given(case=transfer_cases(Direction.RETRIEVE))
-def test_a_slice_is_reported_when_it_has_landed_and_nothing_behind_it_has_moved(case: TransferCase) -> None:
-    for name, move in MOVES:
-        broken = check_landing(case, move)
-        assert broken is None, f"{name}: {broken}"
-
-
-@needs_native
-@given(case=transfer_cases(max_requests=2))
-def test_the_native_planner_makes_the_references_windows_and_pieces(case: TransferCase) -> None:
-    for request in case.requests:
-        plan = case.plan(request)
-        assert expand_natively(plan).windows == plan.windows
 
 
 @settings(max_examples=10)
