@@ -98,6 +98,7 @@ class Deployment:
         salt: bytes = b"",
         rank: int = 0,
         engine_options: dict[str, Any] | None = None,
+        storage_options: dict[str, Any] | None = None,
     ) -> None:
         geometry = KVGeometry(num_layers, kv, HEADS, DIM, 2, CHUNK)
         self.layout = ObjectLayout.single(geometry, BLOCK, form)
@@ -114,7 +115,9 @@ class Deployment:
         widest = max(slice_layout(self.layout, part).object_bytes for part in slices)
         self.buffers = LayerBuffers(widest, num_buffers)
         self.tiers = tuple(tiers)
-        self.storage = StorageManager(self.pool, tiers, self.buffers, io_threads=io_threads, timeout_s=timeout_s)
+        self.storage = StorageManager(
+            self.pool, tiers, self.buffers, io_threads=io_threads, timeout_s=timeout_s, **(storage_options or {})
+        )
         self.connector = LayerwiseConnector(
             self.engine, self.layout, self.caches, slices, self.pool.memory, use_gpu=use_gpu, timeout_s=timeout_s
         )

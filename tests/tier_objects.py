@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,38 @@ def make_tier(
     if kind == "guarded":
         return GuardedTier(memory, CircuitBreaker("memory", 1, 0, lambda: 0))
     return MeteredTier(memory) if kind == "metered" else memory
+
+
+class FaultyOs:
+    """What the file tier sees of the operating system: calls can be refused by name, and reads are counted."""
+
+    def __init__(self) -> None:
+        self.refused: dict[str, int] = {}
+        """Error numbers by the call's name; a refused write first takes half of what it is given."""
+        self.read_bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        code = self.refused.get(name)
+        if code is None:
+            return getattr(os, name)
+
+        def refuse(*_: object, **__: object) -> Any:
+            raise OSError(code, os.strerror(code))
+
+        return refuse
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        code = self.refused.get("write")
+        if code is None:
+            return os.write(descriptor, data)
+        if data.nbytes > 1:
+            return os.write(descriptor, data[: data.nbytes // 2])
+        raise OSError(code, os.strerror(code))
+
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        code = self.refused.get("preadv")
+        if code is not None:
+            raise OSError(code, os.strerror(code))
+        count = os.preadv(descriptor, buffers, offset)
+        self.read_bytes += count
+        return count

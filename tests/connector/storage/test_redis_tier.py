@@ -156,7 +156,7 @@ def test_a_server_that_was_never_there_is_an_error_and_not_a_failure_to_start() 
     tier = RedisTier("redis://127.0.0.1:1/0", SIZE, timeout_s=TIMEOUT_S)
     clustered = RedisTier("redis://127.0.0.1:1/0", SIZE, cluster=True, timeout_s=TIMEOUT_S)
     for one in (tier, clustered):
-        with pytest.raises(TierError, match="redis:127.0.0.1:1/0 does not serve"):
+        with pytest.raises(TierError, match=r"redis:127\.0\.0\.1:1/0 does not serve"):
             one.exists([key(1)])
         one.close()
 
@@ -181,11 +181,15 @@ def test_a_connection_cut_in_an_answer_is_tried_again_and_then_an_error(own: Red
 def test_a_full_server_refuses_and_nothing_of_the_object_is_visible(tmp_path: Path) -> None:
     with redis_server(tmp_path / "redis", "--maxmemory", "3mb", "--maxmemory-policy", "noeviction") as server:
         tier = RedisTier(f"redis://127.0.0.1:{server.port}/0", 1 << 20)
-        kept = 0
-        with pytest.raises(TierError, match="memory"):
-            for number in range(10):
+        kept, refusal = 0, None
+        for number in range(10):
+            try:
                 tier.put(key(number), memoryview(bytes(1 << 20)))
-                kept += 1
+            except TierError as error:
+                refusal = error
+                break
+            kept += 1
+        assert "memory" in str(refusal)
         assert tier.exists([key(number) for number in range(10)]) == tuple(number < kept for number in range(10))
         tier.close()
 
