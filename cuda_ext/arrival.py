@@ -1,17 +1,18 @@
 """How a transfer's order against other work is said: what must come before it, and how its layers are waited for.
 
-Before a transfer (XFER-3): a fence. The first write into blocks, or for a store the first read of them, starts behind it.
+Before a transfer (XFER-3): a fence. Its first write into blocks, or for a store its first read of them, starts behind.
 
 After it, two carriers of "this slice has landed", behind one `Transfer.wait_layer`:
 
-- `Carrier.EVENT`: an event a slice. It can be waited on only once it is recorded, so a wait for a later slice first waits
-  on the host, bounded and reported. A stream wakes about 2 µs after the event.
+- `Carrier.EVENT`: an event a slice. It can be waited on only once it is recorded, so a wait for a later slice first
+  waits on the host, bounded and reported. A stream wakes about 2 µs after the event.
 - `Carrier.VALUE`: the copy's own stream writes a generation-tagged count (SAFE-2), and the waiting stream waits for the
   count. Enqueued at once, it never blocks the host; a stream wakes about 5 µs after the write. Should the write never
   come, the engine's watchdog forces the value at the transfer's deadline, and the transfer reports the failure.
 
-Inside a captured graph a wait has a constant operand; there `GraphWaits` uses a word a layer that is 0 when nothing that
-must be waited for is outstanding. Measured on an H200: wake-up times above, 32 waits in one graph replay in 90 µs.
+Inside a captured graph a wait has a constant operand; there `GraphWaits` uses a word a layer that is 0 when nothing
+that must be waited for is outstanding. Measured on an H200: the wake-up times above; 32 waits in a graph replay in
+90 µs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING
 from lamella.cuda_ext._engine_library import check_engine, engine_library
 
 if TYPE_CHECKING:
-    from lamella.cuda_ext.engine import Transfer, TransferEngine
+    from lamella.cuda_ext.engine import TransferEngine
+    from lamella.cuda_ext.transfer import Transfer
 
 
 class Carrier(enum.Enum):
@@ -80,9 +82,9 @@ Fence = AfterEvent | AfterStream | HostFence
 class GraphWaits:
     """Per-layer waits that can be captured into a CUDA graph once and replayed for any transfer.
 
-    Capture `wait(layer, stream)` before each layer's attention. Before a replay, call `gate(transfer, stream)` for every
-    released load that has not wholly landed: the replay's waits then hold each layer back until it has. Replays of which
-    no load was gated pass at once.
+    Capture `wait(layer, stream)` before each layer's attention. Before a replay, call `gate(transfer, stream)` for
+    every released load that has not wholly landed: the replay's waits then hold each layer back until it has. Replays
+    for which no load was gated pass at once.
 
     Only released loads are gated, because the words are shared: a gated load holds back every replay.
     """

@@ -3,7 +3,7 @@
     retrieve() ─► key a slice (order policy) ─► lane: smallest key first ─► windows ─► copies ─► scatter ─► landed
                                                 └─ a bounded number of bytes in flight, a thread of its own
 
-Each direction has a lane of its own; both share one device. A call returns as soon as the request is checked and queued.
+Each direction has a lane of its own; both share one device. A call returns once the request is checked and queued.
 """
 
 from __future__ import annotations
@@ -13,24 +13,24 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from ctypes import POINTER, c_int32, c_uint64
+from ctypes import c_int32, c_uint64
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lamella.cuda_ext import _engine_library as abi
 from lamella.cuda_ext._execution import HostObjects
-from lamella.cuda_ext._library import GroupStruct, RequestStruct, SliceStruct
 from lamella.cuda_ext.arrival import AfterEvent, Carrier, Fence, HostFence
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
+from lamella.cuda_ext.registered import RegisteredCache, native_shape
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
-from lamella.reference.geometry import ObjectForm
 from lamella.reference.layout import EngineLayout, ObjectLayout
 from lamella.reference.ordering import Fifo, OrderPolicy, Submission
 from lamella.reference.plan import Direction, TransferRequest, check_request
-from lamella.reference.slices import Slice, plan_slices
+from lamella.reference.slices import Slice
+
+__all__ = ["LaneStatus", "RegisteredCache", "TransferEngine"]
 
 DEFAULT_STAGING_BYTES = 64 << 20
 DEFAULT_WINDOW_BYTES = 16 << 20
@@ -53,46 +53,6 @@ class LaneStatus(NamedTuple):
     live_transfers: int
 
 
-class _Width(NamedTuple):
-    """A width worked out for one cache."""
-
-    slices: tuple[Slice, ...]
-    array: Any  # SliceStruct[num_slices]
-    address: int  # of the array
-    layers: tuple[tuple[int, ...], ...]  # [slice][group] layers of the group in the slice
-    token_bytes: tuple[int, ...]  # [slice] bytes of a token of every group
-
-
-class RegisteredCache:
-    """A paged cache and the objects that go with it, known to an engine. Made by `TransferEngine.register_cache`."""
-
-    def __init__(self, number: int, layout: ObjectLayout, engines: tuple[EngineLayout, ...]) -> None:
-        self.number = number
-        self.layout = layout
-        self.engines = engines
-        self._widths: dict[int | tuple[int, ...], _Width] = {}
-
-    def _width(self, width: int | Sequence[int]) -> _Width:
-        key = width if isinstance(width, int) else tuple(width)
-        found = self._widths.get(key)
-        if found is None:
-            found = self._widths[key] = self._cut(plan_slices(self.layout.num_layers, key))
-        return found
-
-    def _cut(self, slices: tuple[Slice, ...]) -> _Width:
-        groups = self.layout.groups
-        layers = tuple(tuple(group.span(*part)[1] for group in groups) for part in slices)
-        sizes = [group.geometry.token_layer_bytes for group in groups]
-        native = (SliceStruct * len(slices))(*(SliceStruct(*part) for part in slices))
-        return _Width(
-            slices,
-            native,
-            ctypes.addressof(native),
-            layers,
-            tuple(sum(map(int.__mul__, counts, sizes)) for counts in layers),
-        )
-
-
 class TransferEngine:
     """Moves KV between host objects and one device's paged caches.
 
@@ -108,8 +68,8 @@ class TransferEngine:
         deadline_s: a transfer that has not landed by then fails (SAFE-5), unless a call says otherwise.
         avoid_kernels: this process must not launch kernels where a copy can do, because another one computes on the
             device (DESIGN D1).
-        gather_factor: AUTO has a kernel read host memory where copies would take so many times as long; 0: never. Beside
-            products such a kernel slows them by half and more (measured on an H200), so a busy engine wants 2 or 0.
+        gather_factor: AUTO has a kernel read host memory where copies would take so many times as long; 0: never. Such
+            a kernel slows products beside it by half and more (measured on an H200), so a busy engine wants 2 or 0.
         batch_entries, kernel_ctas, batch_flags: tuning of batched copies and scatters.
         paced: CPU device, for tests: a window moves only when `grant` lets it.
 
@@ -188,29 +148,7 @@ class TransferEngine:
         """
         nothing = TransferRequest(0, tuple(() for _ in layout.groups))
         check_request(layout, engines, nothing, Direction.RETRIEVE)
-        groups = (GroupStruct * len(layout.groups))()
-        kept: list[object] = []
-        for target, group, engine, index in zip(
-            groups, layout.groups, engines, range(len(layout.groups)), strict=True
-        ):
-            geometry = group.geometry
-            target.num_layers, target.kv = geometry.num_layers, geometry.kv
-            target.num_heads, target.head_dim = geometry.num_heads, geometry.head_dim
-            target.element_bytes, target.block_tokens = geometry.element_bytes, group.block_tokens
-            target.num_blocks, target.object_offset = engine.num_blocks, layout.group_offset(index)
-            target.block_stride, target.token_stride = engine.block_stride, engine.token_stride
-            target.head_stride, target.dim_stride = engine.head_stride, engine.dim_stride
-            layers = np.array(group.layers, dtype=np.int32)  # [L]
-            bases = np.array(engine.bases, dtype=np.uint64)  # [L, K]
-            target.layers = layers.ctypes.data_as(POINTER(c_int32))
-            target.bases = bases.ctypes.data_as(POINTER(c_uint64))
-            kept += [layers, bases]
-        shape = RequestStruct(
-            form=int(layout.form is ObjectForm.BLOCK),
-            chunk_tokens=layout.chunk_tokens,
-            num_groups=len(groups),
-            groups=groups,
-        )
+        shape, _kept = native_shape(layout, engines)
         number = c_int32()
         self._call("lm_engine_register", shape, ctypes.byref(number))
         return RegisteredCache(number.value, layout, tuple(engines))
@@ -289,7 +227,7 @@ class TransferEngine:
                 method that these blocks do not allow. Nothing was queued.
             TransferStopped: the engine is closed or its device is lost.
         """
-        plan = cache._width(width) if slices is None else cache._cut(tuple(slices))
+        plan = cache.cut_by(width) if slices is None else cache.cut_at(tuple(slices))
         tables = [np.ascontiguousarray(ids, dtype=np.int32) for ids in block_ids]
         table_addresses = array("Q", [table.__array_interface__["data"][0] for table in tables])
         table_sizes = array("i", map(len, tables))
@@ -300,7 +238,7 @@ class TransferEngine:
         with self._lock:
             now_ns = time.monotonic_ns()
             if keys is None:
-                sizes = self._slice_bytes(cache, plan, tables, num_tokens, skip_tokens, null_block)
+                sizes = cache.slice_bytes(plan, tables, num_tokens, skip_tokens, null_block)
                 keys = self._order.keys(
                     Submission(self._sequence[direction], now_ns, sizes, due_ns, self._round(direction))
                 )
@@ -348,30 +286,6 @@ class TransferEngine:
 
     def _round(self, direction: Direction) -> int:
         return int(self._lane(direction).last_key) if self._order.name == "round_robin" else 0
-
-    @staticmethod
-    def _slice_bytes(
-        cache: RegisteredCache,
-        plan: _Width,
-        tables: Sequence[NDArray[np.int32]],
-        num_tokens: int,
-        skip_tokens: int,
-        null_block: int | None,
-    ) -> tuple[int, ...]:
-        """Bytes of each slice, for order policies that look at them."""
-        if null_block is None:
-            tokens = max(0, num_tokens - skip_tokens)
-            return tuple([tokens * size for size in plan.token_bytes])
-        bytes_a_layer = []
-        for group, table in zip(cache.layout.groups, tables, strict=False):
-            size = group.block_tokens
-            first = np.arange(len(table), dtype=np.int64) * size  # [blocks]
-            held = np.minimum(first + size, num_tokens) - np.maximum(first, skip_tokens)  # [blocks]
-            tokens = int(held[(held > 0) & (table != null_block)].sum())
-            bytes_a_layer.append(tokens * group.geometry.token_layer_bytes)
-        return tuple(
-            sum(count * size for count, size in zip(counts, bytes_a_layer, strict=False)) for counts in plan.layers
-        )
 
     def _fence(self, fence: Fence | None) -> tuple[int, int, int, bool]:
         """(host fence, event, stream, whether there is a stream)."""

@@ -157,9 +157,7 @@ class Transfer:
             TransferStopped: it failed or was cancelled before the layer landed.
         """
         waited = ctypes.c_int64()
-        status = self._library.lm_transfer_wait_layer(
-            self._handle, layer, stream, _ns(timeout_s), ctypes.byref(waited)
-        )
+        status = self._library.lm_transfer_wait_layer(self._handle, layer, stream, _ns(timeout_s), ctypes.byref(waited))
         if status:
             self._check(status)
         return waited.value

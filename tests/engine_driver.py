@@ -77,7 +77,8 @@ def engine_move(method: CopyMethod, **options: Any) -> Callable[[laws.Transfer],
 
 
 class SmallCache:
-    """A paged cache and objects in host memory: `[2, NB, 4, 2, 8]` a layer, objects `[2, L, 8, 16]`, 2-byte elements."""
+    """A paged cache and objects in host memory: `[2, NB, 4, 2, 8]` a layer, objects `[2, L, 8, 16]`, 2-byte
+    elements."""
 
     def __init__(self, num_layers: int = 6, num_blocks: int = 32, num_objects: int = 8, form: str = "token") -> None:
         self.num_layers = num_layers
@@ -101,7 +102,9 @@ class SmallCache:
         chosen = range(len(self.objects)) if objects is None else objects
         return HostObjects([self.addresses[index] for index in chosen])
 
-    def layer_holds(self, layer: int, tokens: int, table: NDArray[np.int32] | None = None, first_object: int = 0) -> bool:
+    def layer_holds(
+        self, layer: int, tokens: int, table: NDArray[np.int32] | None = None, first_object: int = 0
+    ) -> bool:
         """Whether a layer's blocks hold the first `tokens` tokens of the objects from `first_object` on."""
         ids = self.table if table is None else table
         place = np.arange(tokens)

@@ -1,5 +1,6 @@
 """Arrival on the CPU device: the words that graphs wait on, the count's generations, and the board."""
 
+import contextlib
 import ctypes
 import threading
 import time
@@ -129,9 +130,7 @@ def test_a_gated_transfer_that_ends_early_holds_nobody_back(how: str) -> None:
             engine.close(WAIT_S)
         elif how != "deadline":
             engine.grant(Direction.RETRIEVE, MANY)
-        _until(
-            lambda: all(ctypes.c_uint64.from_address(word).value == 0 for word in words), f"pending after {how}"
-        )
+        _until(lambda: all(ctypes.c_uint64.from_address(word).value == 0 for word in words), f"pending after {how}")
         if how == "deadline":  # let go though its window is still in flight
             assert transfer.state is TransferState.RUNNING
             engine.grant(Direction.RETRIEVE, MANY)
@@ -169,10 +168,8 @@ def test_whatever_is_gated_and_cancelled_no_word_stays_pending(actions: list[tup
             if action == "gate":
 
                 def gate(transfer: object = transfers[which]) -> None:
-                    try:
+                    with contextlib.suppress(TransferStopped):
                         waits.gate(transfer, 0, WAIT_S)  # type: ignore[arg-type]
-                    except TransferStopped:
-                        pass
 
                 threads.append(threading.Thread(target=gate))
                 threads[-1].start()

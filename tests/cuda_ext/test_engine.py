@@ -1,4 +1,4 @@
-"""What the engine promises beyond the bytes: order, cancel, fences, failures, bounds, leases. On the CPU device, paced."""
+"""What the engine promises beyond the bytes: order, cancel, fences, failures, bounds. On the CPU device, paced."""
 
 import ctypes
 import itertools
@@ -343,8 +343,7 @@ def test_a_window_that_fails_fails_its_transfer_and_not_the_lane(
         assert transfer.error.startswith("planted")
         assert drained.wait(WAIT_S)
         with pytest.raises(TransferStopped, match="planted"):
-            for layer in range(6):
-                transfer.wait_layer(layer)
+            [transfer.wait_layer(layer) for layer in range(6)]
         retrieve(engine, cache, small).wait(WAIT_S)
     assert all(small.layer_holds(layer, 64) for layer in range(6))
 
@@ -452,7 +451,7 @@ def test_python_declares_the_structures_that_the_header_declares(tmp_path: Path)
         "lm_progress": ProgressStruct,
         "lm_lane_status": LaneStatusStruct,
     }
-    lines = ['#include <cstddef>', '#include <cstdio>', '#include "lamella/engine.h"', "int main() {"]
+    lines = ["#include <cstddef>", "#include <cstdio>", '#include "lamella/engine.h"', "int main() {"]
     expected = []
     for name, structure in structures.items():
         lines.append(f'std::printf("%zu\\n", sizeof({name}));')

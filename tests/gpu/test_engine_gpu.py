@@ -1,4 +1,4 @@
-"""Order against other work on a GPU: waits on streams and inside graphs, fences by delay kernels, each with its control.
+"""Order against other work on a GPU: waits on streams and in graphs, fences by delay kernels, each with its control.
 
 The controls matter as much as the tests: without the wait or the fence the same program must leave wrong bytes, or the
 test would show nothing.
