@@ -72,7 +72,7 @@ class Recorder:
 
 
 def main(copy: str, report: str, *files: str) -> int:
-    sys.meta_path.insert(0, FromCopy(copy))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, FromCopy(copy))
     return pytest.main(["-x", "-q", "-p", "no:cacheprovider", *files], plugins=[Recorder(Path(report))])
 
 
