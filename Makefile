@@ -33,16 +33,18 @@ lint: prepare
 		--python-executable ../$(ENV)/bin/python --cache-dir ../.mypy_cache -p lamella
 
 test: lint
+	@.ci/services
 	@echo "== pytest, on the installed wheel"
 	@HYPOTHESIS_PROFILE=ci LAMELLA_WHEEL=$$(echo dist/*.whl) $(ENV)/bin/pytest -m "not slow"
 
 test-slow: lint
+	@.ci/services
 	@HYPOTHESIS_PROFILE=nightly LAMELLA_WHEEL=$$(echo dist/*.whl) $(ENV)/bin/pytest --timeout 3600
 
 dev:
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
 	@$(DEV)/bin/pip install -qq --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
-	@$(DEV)/bin/pip install -qq --no-build-isolation -e ".[dev,plot]"
+	@$(DEV)/bin/pip install -qq --no-build-isolation -e ".[dev,plot,redis,s3]"
 	@echo "== $(DEV) is ready; after changing native code run: make native"
 
 native:

@@ -7,8 +7,8 @@ import pkgutil
 import pytest
 
 import lamella
+from extras import NEEDS_AN_EXTRA
 
-NEEDS_AN_EXTRA = {"lamella.cuda_ext.torch": "torch", "lamella.connector.vllm": "vllm"}
 # A native library beside the modules looks like an extension module to pkgutil.
 MODULES = [
     found.name

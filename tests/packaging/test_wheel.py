@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from extras import NEEDS_AN_EXTRA
+
 PACKAGES = ("cli", "connector", "cuda_ext", "reference", "sim")
-# Modules that may refuse to import without their extra; everything else runs on the base install.
-NEEDS_AN_EXTRA = {"lamella.cuda_ext.torch", "lamella.connector.vllm"}
 
 
 def _names(wheel: Path) -> list[str]:
@@ -109,12 +109,12 @@ def test_importing_a_package_by_its_folder_name_is_refused_with_the_right_spelli
 def test_every_module_imports_with_nothing_but_the_base_dependencies(installed: Path, tmp_path: Path) -> None:
     code = f"""
 import importlib, pkgutil, sys
-for extra in ("torch", "matplotlib", "vllm", "pytest", "hypothesis"):
+for extra in ("torch", "matplotlib", "vllm", "redis", "obstore", "pytest", "hypothesis"):
     sys.modules[extra] = None  # importing it raises ImportError, as if it were not installed
 import lamella
 for found in pkgutil.walk_packages(lamella.__path__, "lamella."):
     # A native library beside the modules looks like an extension module to pkgutil.
-    if found.name not in {NEEDS_AN_EXTRA!r} and not found.name.startswith("lamella.cuda_ext.lib"):
+    if found.name not in {set(NEEDS_AN_EXTRA)!r} and not found.name.startswith("lamella.cuda_ext.lib"):
         importlib.import_module(found.name)
         print(found.name)
 """
