@@ -109,7 +109,6 @@ class LayerwiseHooks:
         self._requests: tuple[StepRequest, ...] = ()
         self._retrievers: list[_Retriever] = []
         self._storers: dict[str, Generator[int, None, None]] = {}
-        self._syncing: str | None = None  # the request whose storer makes the store stream wait
         self._waited = self._saved = 0  # layers
 
     def start_load_kv(self, requests: Sequence[StepRequest]) -> None:
@@ -149,8 +148,6 @@ class LayerwiseHooks:
         for retriever in self._retrievers:
             retriever.advance()
         self._waited += 1
-        for request_id in self.failed_loads():
-            self._close_storer(request_id)
 
     def save_kv_layer(self, layer: int) -> None:
         """`layer`, just computed, is on its way to host memory; the first layer takes room for all.
@@ -164,12 +161,8 @@ class LayerwiseHooks:
         if layer == 0:
             failed = self.failed_loads()
             saving = [one for one in self._requests if one.save and one.request_id not in failed]
-            self._syncing = saving[0].request_id if saving else None
             for request in saving:
                 self._storers[request.request_id] = self._store(request, sync=request is saving[0])
-        connector = self._engine.connector
-        if self._storers and self._syncing not in self._storers:  # it was given up: its wait is still everybody's
-            connector.store_stream.wait_stream(connector.current_stream)
         for storer in self._storers.values():
             next(storer)
         self._saved += 1
@@ -219,7 +212,7 @@ class LayerwiseHooks:
         for request_id in tuple(self._storers):
             self._close_storer(request_id)
         self._requests, self._open = (), False
-        self._retrievers, self._storers, self._syncing = [], {}, None
+        self._retrievers, self._storers = [], {}
         self._waited = self._saved = 0
 
     def _retrieve(self, request: StepRequest, *, sync: bool) -> Generator[RetrieveYield, None, None]:

@@ -308,6 +308,23 @@ def test_a_tier_that_hangs_costs_a_bounded_wait() -> None:
         assert (run.cache[:, :, THERE] == 7).all()
 
 
+def test_a_read_that_answers_after_its_retrieve_was_closed_is_copied_nowhere() -> None:
+    """SAFE-1: the blocks were the caller's again when close() returned."""
+    run, tier = tiered()
+    with run:
+        only_in_tier(run, TOKENS)
+        read, hang = tier.get_ranges, HangingRead(tier.get_ranges)
+        tier.get_ranges = hang  # type: ignore[method-assign]
+        loading = run.cache_engine.retrieve_layer(TOKENS, [THERE])
+        advance(loading, 2)
+        loading.close()
+        run.cache[:, :, THERE] = 7
+        hang.let_go()
+        tier.get_ranges = read  # type: ignore[method-assign]
+        assert run.references() == (0, 0, 0)
+        assert (run.cache[:, :, THERE] == 7).all()
+
+
 class HangingRead:
     """A read that answers only once it is let go."""
 

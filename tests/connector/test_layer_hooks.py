@@ -97,6 +97,35 @@ def test_the_last_request_of_a_batch_waits_for_every_requests_layer() -> None:
         assert run.references() == (0, 0, 0)
 
 
+def test_only_the_last_request_waits_so_that_every_load_of_a_layer_is_on_its_way_first() -> None:
+    with Deployment(num_slots=12, num_blocks=32, engine_options={"paced": True}) as run:
+        run.engine.grant(Direction.STORE, 1000)
+        run.store(TOKENS, HERE)
+        hooks = LayerwiseHooks(run.cache_engine)
+        hooks.start_load_kv(
+            [StepRequest(name, TOKENS, [table], 0, 15) for name, table in (("a", THERE), ("b", ELSEWHERE))]
+        )
+        waiting = threading.Thread(target=hooks.wait_for_layer_load, args=(0,))
+        waiting.start()
+        waiting.join(0.1)
+        assert waiting.is_alive()
+        assert run.engine.lane(Direction.RETRIEVE).live_transfers == 4, "layers 0 and 1 of both"
+        run.engine.grant(Direction.RETRIEVE, 1000)
+        waiting.join(WAIT_S)
+        assert not waiting.is_alive()
+        hooks.abort()
+        assert run.references() == (0, 0, 0)
+
+
+def test_nothing_is_evicted_for_a_request_whose_load_has_failed_already() -> None:
+    with Deployment(num_slots=4) as run:
+        run.store(TOKENS, HERE)
+        hooks = LayerwiseHooks(run.cache_engine)
+        report = step(run, hooks, [StepRequest("a", [9] * 16, [THERE], 0, 8)])
+        assert report == StepReport({"a": 0}, {"a": 0}, {"a": 0})
+        assert run.cache_engine.lookup(TOKENS) == 16
+
+
 def test_a_batch_shares_a_prefix_and_each_request_gets_its_own_copy() -> None:
     with Deployment(num_slots=12, num_blocks=32) as run:
         run.store(TOKENS, HERE)
@@ -150,7 +179,7 @@ class CountingStream(HostStream):
         return super().record()
 
 
-def test_stores_wait_for_each_layer_also_after_the_first_request_was_given_up() -> None:
+def test_stores_wait_for_each_layer_also_when_the_first_requests_load_has_failed() -> None:
     """The first request's wait is the whole batch's: without it the others would store a layer not yet computed."""
     tier = MemoryTier(0)
     with Deployment(num_layers=4, num_slots=12, tiers=[tier]) as run:
@@ -170,7 +199,7 @@ def test_stores_wait_for_each_layer_also_after_the_first_request_was_given_up() 
             run.settle()
             tier.down = True
         assert hooks.failed_loads() == {"a": 0}
-        assert moments == [1, 1, 1, 1], "one a layer, whoever is still there"
+        assert moments == [1, 1, 1, 1], "one a layer"
         assert hooks.wait_for_save().stored == {"a": 0, "b": 8}
 
 
