@@ -243,9 +243,7 @@ def _rectangles(layout: ObjectLayout, request: TransferRequest, layers: Slice) -
             if not count:
                 continue
             for first_token, end_token in _mapped_runs(request, index, group.block_tokens, start, end):
-                yield Piece(
-                    chunk, index, first, count, first_token - chunk * chunk_tokens, end_token - first_token, 0
-                )
+                yield Piece(chunk, index, first, count, first_token - chunk * chunk_tokens, end_token - first_token, 0)
 
 
 def _mapped_runs(
