@@ -273,7 +273,7 @@ class CacheEngine:
         failed = [one.transfer.error for one in moving if one.transfer.state is TransferState.FAILED]
         if failed:
             self._breaker.failed(failed[0])
-        elif moving and all(one.transfer.state is TransferState.LANDED for one in moving):
+        elif moving and all(one.has_landed for one in moving):
             self._breaker.succeeded()
 
 

@@ -40,6 +40,11 @@ class Moving(NamedTuple):
     transfer: Transfer
     layer: int  # the slice's first, as the transfer counts
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether every byte is in place, although the engine may not have let go of the transfer yet."""
+        return self.transfer.landed() == self.transfer.num_slices
+
 
 class Load:
     """One request's load: how much of its prefix is still good, and what moves. Thread-safe.

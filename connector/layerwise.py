@@ -29,7 +29,7 @@ from lamella.connector.streams import Blocks, ComputeStream, HostStream, Moment,
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.executors import HostObjects
 from lamella.cuda_ext.slots import SlotMemory
-from lamella.cuda_ext.transfer import CopyMethod, Transfer, TransferState
+from lamella.cuda_ext.transfer import CopyMethod, Transfer
 from lamella.reference.layout import EngineLayout, ObjectLayout
 from lamella.reference.plan import Direction, TransferRequest, check_request
 from lamella.reference.slices import Slice
@@ -290,5 +290,5 @@ class LayerwiseConnector:
         return tuple(
             Span(kind, *one.part, one.transfer.query().started_ns, one.transfer.timestamps_ns().landed_ns[-1])
             for one in moving
-            if one.transfer.state is TransferState.LANDED
+            if one.has_landed
         )

@@ -167,12 +167,12 @@ def test_a_store_closed_at_any_yield_can_not_be_found_unless_it_was_whole(times:
 
 
 def test_a_retrieve_closed_while_a_window_is_in_flight_returns_only_once_it_has_drained() -> None:
-    """SAFE-1: the blocks can be reused as soon as close() has returned, and not before."""
-    with Deployment(engine_options={"paced": True}) as run:
+    """SAFE-1: the blocks can be reused as soon as close() has returned, and not before; what waits is cancelled."""
+    with Deployment(engine_options={"paced": True, "in_flight_bytes": 1}) as run:
         run.engine.grant(Direction.STORE, 1000)
         run.store(TOKENS, HERE)
-        loading = run.cache_engine.retrieve_layer(TOKENS, [THERE])
-        advance(loading, 2)
+        loading = run.cache_engine.retrieve_layer(TOKENS, [THERE], sync=False)
+        advance(loading, 1 + run.num_layers)
         deadline = time.monotonic() + WAIT_S
         while not run.engine.lane(Direction.RETRIEVE).in_flight_bytes:
             assert time.monotonic() < deadline, "the window was never issued"
@@ -180,8 +180,8 @@ def test_a_retrieve_closed_while_a_window_is_in_flight_returns_only_once_it_has_
         closing.start()
         closing.join(0.1)
         assert closing.is_alive(), "a window is in flight"
-        run.engine.grant(Direction.RETRIEVE, 1000)
-        closing.join(WAIT_S)
+        run.engine.grant(Direction.RETRIEVE, 1)
+        closing.join(WAIT_S / 2)
         assert not closing.is_alive()
         run.cache[:, :, THERE] = 7
         assert run.references() == (0, 0, 0)
