@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from cache_driver import BLOCK, CHUNK, DIM, HEADS, Deployment, MemoryTier
+from cache_driver import BLOCK, CHUNK, DIM, HEADS, WAIT_S, Deployment, MemoryTier
 from engine_driver import ENGINE_MISSING
 from lamella.connector.buffered import NUM_BUFFERS, BufferedConnector
 from lamella.connector.cache_engine import CacheEngine
+from lamella.connector.streams import Moment
+from lamella.cuda_ext.arrival import HostFence
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.plan import Direction
 
@@ -118,6 +121,42 @@ def test_the_buffers_are_three_layers_whatever_the_model(blending: Blending) -> 
     addresses = [blending.connector.layer_view(layer).address for layer in range(4)]
     assert len(set(addresses)) == NUM_BUFFERS
     assert addresses[3] == addresses[0]
+
+
+def test_a_buffer_is_loaded_again_only_after_its_last_layer_was_scattered() -> None:
+    """Layer 3 uses the buffer of layer 0, whose scatter is held back here by the compute stream."""
+    blending = Blending()
+    loading = blending.engine.retrieve_layer(TOKENS, [THERE])
+    next(loading)
+    next(loading)
+    next(loading)  # layer 0 is in its buffer
+    gate = HostFence()
+    blending.connector.current_stream = GatedStream(gate)
+    next(loading)  # layer 0 is being scattered, behind the gate
+    blending.layer(0)[:] = 999  # the compute stream's work, which the gate stands for
+    advancing = threading.Thread(target=lambda: next(loading))
+    advancing.start()
+    advancing.join(0.1)
+    assert advancing.is_alive(), "layer 3 waits for its buffer"
+    gate.open()
+    advancing.join(WAIT_S)
+    assert not advancing.is_alive()
+    for _ in loading:
+        pass
+    assert (blending.run.cache[0][:, THERE] == 999).all(), "and layer 3 did not overwrite it"
+    blending.close()
+
+
+class GatedStream:
+    """A compute stream whose present work ends with a gate."""
+
+    handle = 0
+
+    def __init__(self, gate: HostFence) -> None:
+        self._gate = gate
+
+    def record(self) -> Moment:
+        return Moment(self._gate)
 
 
 def test_a_load_that_is_closed_early_scatters_nothing_more_and_frees_the_buffers(blending: Blending) -> None:
