@@ -143,6 +143,7 @@ class Wire:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._closed = False
+        self._due_s = 0.0  # when the wire has carried what it took
         self.cut_after: int | None = None
         """Answer bytes until the connection is cut."""
         self.silent = False
@@ -217,7 +218,8 @@ class Wire:
             spoilt[self.lie_at - self.answered] ^= 0xFF
             data = bytes(spoilt)
         if self.bytes_per_s is not None:
-            time.sleep(len(data) / self.bytes_per_s)
+            self._due_s = max(self._due_s, time.monotonic()) + len(data) / self.bytes_per_s
+            time.sleep(max(0.0, self._due_s - time.monotonic()))
         self.answered += len(data)
         return data
 
