@@ -1,14 +1,15 @@
 """Settings of the vLLM connector: `kv_connector_extra_config`, read once, strictly.
 
-What the three settings of the layerwise path mean together:
+What the three settings of the layerwise path mean together ("async": the request is parked until it is released;
+"sync": it joins the very next step; a dash: no meaning):
 
 | use_layerwise | layers_per_slice | release | what happens |
 |---|---|---|---|
-| false | 0 | (no meaning) | asynchronous, chunk-major: a request waits until all of its KV has landed |
-| false | n | whole | asynchronous, moved slice by slice, released when all has landed; no waits in the forward pass |
-| false | n | first, first:k, jit ... | asynchronous, released early; each layer's attention waits for what has not landed |
-| true | 0 | (no meaning) | synchronous: the request joins the next step, which starts when all has landed |
-| true | n | (no meaning) | synchronous: the request joins the next step, and each layer's attention waits for its layer |
+| false | 0 | - | async, chunk-major: released when all of the KV has landed |
+| false | n | whole | async, slice by slice, released when all has landed; no waits in the forward pass |
+| false | n | first, first:k, jit ... | async, released early; a layer's attention waits for what has not landed there |
+| true | 0 | - | sync: the step starts when all has landed |
+| true | n | - | sync: a layer's attention waits for its layer |
 """
 
 from __future__ import annotations

@@ -1,0 +1,30 @@
+"""What the scheduler side must know of the engine it serves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lamella.reference.keys import KeySpace
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """An engine's caches and ranks.
+
+    Attributes:
+        block_tokens: of each KV cache group.
+        token_bytes: KV bytes of a token on one rank.
+        num_ranks: workers that report.
+        space: key space of the engine, whatever the rank.
+        prefix_caching: whether the engine itself shares blocks between requests.
+        null_block: id of the block that stands for none.
+        refusal: why nothing can be loaded here, or "".
+    """
+
+    block_tokens: tuple[int, ...]
+    token_bytes: int
+    num_ranks: int
+    space: KeySpace
+    prefix_caching: bool = True
+    null_block: int = 0
+    refusal: str = ""

@@ -1,0 +1,84 @@
+"""Chunk keys of an engine's requests, made once and continued as tokens come."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Chain:
+    space: KeySpace
+    keys: list[ChunkKey] = field(default_factory=list)
+
+
+class RequestKeys:
+    """The chains of the requests an engine knows.
+
+    Args:
+        space: what decides an object's bytes beside the tokens and the tenant; the same for every rank.
+    """
+
+    def __init__(self, space: KeySpace) -> None:
+        self._space = space
+        self._chains: dict[str, _Chain] = {}
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Tokens of a chunk."""
+        return self._space.chunk_tokens
+
+    def keys(self, request: Any, num_tokens: int) -> tuple[ChunkKey, ...]:
+        """Keys of the full chunks among the request's first `num_tokens` tokens; none if it cannot be cached.
+
+        Tenants (`cache_salt`) and adapters (LoRA) have key spaces of their own. A prompt that is not tokens alone
+        (images, embeddings) has no keys: its KV does not follow from its token ids.
+        """
+        reason = _why_uncacheable(request)
+        if reason:
+            _say_once(reason)
+            return ()
+        chain = self._chains.get(request.request_id)
+        if chain is None:
+            chain = self._chains[request.request_id] = _Chain(self._space_of(request))
+        size = self.chunk_tokens
+        wanted = min(num_tokens, len(request.all_token_ids)) // size
+        if wanted > len(chain.keys):
+            fresh: Sequence[int] = request.all_token_ids[len(chain.keys) * size : wanted * size]
+            chain.keys += chunk_keys(chain.space, fresh, after=chain.keys[-1] if chain.keys else None)
+        return tuple(chain.keys[:wanted])
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone."""
+        self._chains.pop(request_id, None)
+
+    def _space_of(self, request: Any) -> KeySpace:
+        salt, adapter = getattr(request, "cache_salt", None), getattr(request, "lora_request", None)
+        space = self._space
+        if salt:
+            space = replace(space, salt=b"%d:%b" % (len(space.salt), space.salt) + str(salt).encode())
+        if adapter is not None:
+            space = replace(space, model=f"{space.model} adapter {adapter.lora_name} at {adapter.lora_path}")
+        return space
+
+
+def _why_uncacheable(request: Any) -> str | None:
+    if getattr(request, "mm_features", None):
+        return "prompts with images or other media are not cached: their KV does not follow from token ids"
+    if getattr(request, "prompt_embeds", None) is not None:
+        return "prompts given as embeddings are not cached: their KV does not follow from token ids"
+    if getattr(request, "pooling_params", None) is not None:
+        return "pooling requests are not cached: they keep no KV"
+    return None
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _log.warning("%s", reason)

@@ -1,0 +1,150 @@
+"""What the scheduler side tells the workers each step, and what each of them answers.
+
+Plain values that pickle: with several ranks, or an engine core of its own, the two sides share no memory. Numbers of
+loads, stores and fetches are the scheduler side's; slots are numbers of host-memory slots, the same on every rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lamella.reference.keys import ChunkKey
+
+BlockTables = tuple[tuple[int, ...], ...]
+"""For each KV cache group the block ids of a sequence, from its first token on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Bring tokens `[skip_tokens, num_tokens)` of a request from slots into its blocks.
+
+    Attributes:
+        number: of the load.
+        request: whose.
+        slots: of chunks `first_chunk`, `first_chunk + 1`, ...
+        blocks: the request's block tables, up to `num_tokens`.
+        joins_step: the request runs in this very step (synchronous); otherwise it waits to be released.
+    """
+
+    number: int
+    request: str
+    slots: tuple[int, ...]
+    first_chunk: int
+    blocks: BlockTables
+    num_tokens: int
+    skip_tokens: int
+    joins_step: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOrder:
+    """Keep chunks of a request whose KV is complete once this step's forward has run.
+
+    Attributes:
+        keys: of the chunks, for a tier behind the host pool; each rank puts its own key space in.
+        (others): as `LoadOrder`.
+    """
+
+    number: int
+    request: str
+    slots: tuple[int, ...]
+    first_chunk: int
+    blocks: BlockTables
+    num_tokens: int
+    skip_tokens: int
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOrder:
+    """Bring objects from the file tier into slots."""
+
+    number: int
+    slots: tuple[int, ...]
+    keys: tuple[ChunkKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOrders:
+    """One step's orders.
+
+    Attributes:
+        loads, stores, fetches: what to begin.
+        cancels: loads nobody can be reading; what has not been issued of them never will be.
+        flushes: stores that must have ended before this step writes to its blocks.
+        num_tokens: tokens the step computes; 0: no forward pass.
+        num_decoding: requests of the batch that stand still in a stall.
+        held_blocks: blocks of loads that have not ended well which the batch takes for computed (SAFE-3).
+        rewritten_blocks: blocks of failed loads that this step computes anew.
+        wants_report: answer even if there is nothing new.
+    """
+
+    loads: tuple[LoadOrder, ...] = ()
+    stores: tuple[StoreOrder, ...] = ()
+    fetches: tuple[FetchOrder, ...] = ()
+    cancels: tuple[int, ...] = ()
+    flushes: tuple[int, ...] = ()
+    num_tokens: int = 0
+    num_decoding: int = 0
+    held_blocks: frozenset[int] = frozenset()
+    rewritten_blocks: frozenset[int] = frozenset()
+    wants_report: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a piece of work ended on some ranks: on how many, and whether well on all of them."""
+
+    ranks: int
+    ok: bool
+
+    def merged(self, other: Ended) -> Ended:
+        """On both sets of ranks."""
+        return Ended(self.ranks + other.ranks, self.ok and other.ok)
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What has ended since the last report, on one rank or, merged, on several.
+
+    Attributes:
+        loads, stores: by number; a store has ended when its blocks are not read any more.
+        puts: stores whose slots a tier does not read any more, by number.
+        fetches: by number, one `Ended` an object.
+        ready_slots: slots from 0 on that can be used, on every rank of the report.
+        ranks: of the report.
+    """
+
+    loads: dict[int, Ended] = field(default_factory=dict)
+    stores: dict[int, Ended] = field(default_factory=dict)
+    puts: dict[int, Ended] = field(default_factory=dict)
+    fetches: dict[int, tuple[Ended, ...]] = field(default_factory=dict)
+    ready_slots: int = 0
+    ranks: int = 1
+
+    def merged(self, other: StepReport) -> StepReport:
+        """Both reports as one."""
+        merged = StepReport(
+            _merged(self.loads, other.loads),
+            _merged(self.stores, other.stores),
+            _merged(self.puts, other.puts),
+            dict(self.fetches),
+            min(self.ready_slots, other.ready_slots),
+            self.ranks + other.ranks,
+        )
+        for number, ends in other.fetches.items():
+            mine = merged.fetches.get(number)
+            merged.fetches[number] = tuple(a.merged(b) for a, b in zip(mine, ends, strict=True)) if mine else ends
+        return merged
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing has ended."""
+        return not (self.loads or self.stores or self.puts or self.fetches)
+
+
+def _merged(left: dict[int, Ended], right: dict[int, Ended]) -> dict[int, Ended]:
+    both = dict(left)
+    for number, end in right.items():
+        both[number] = both[number].merged(end) if number in both else end
+    return both

@@ -1,0 +1,130 @@
+"""What the connector reads off a vLLM engine's configuration, and what it refuses there.
+
+Versions are told by features: 0.26 and 0.32 are the ones this was written for and run with, and any other is named in
+the log once. What could not be right is refused at start, with the setting that makes it right.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, Final
+
+import vllm
+from blake3 import blake3
+
+from lamella.connector.cache_shapes import GroupShape
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.connector.vllm_worker import RankFacts
+from lamella.reference.geometry import ObjectForm
+from lamella.reference.keys import KeySpace
+
+_log = logging.getLogger(__name__)
+_TESTED: Final = ("0.26.", "0.32.")
+_ATTENTION: Final = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
+
+
+def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
+    """Raises ValueError where early release or layer waits could not be right, with the setting that makes them so."""
+    if not vllm.__version__.startswith(_TESTED):
+        _log.warning("vLLM %s is taken by its features; the connector was tested with 0.26 and 0.32", vllm.__version__)
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise ValueError(f"{name} > 1 spreads a block's tokens over ranks, which is not supported: set it to 1")
+    if not settings.waits_in_forward:
+        return
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is not None and mode.has_full_cudagraphs():
+        raise ValueError(
+            f"cudagraph_mode {mode.name} replays whole steps and passes over the layers' waits: use PIECEWISE, or set "
+            "layers_per_slice to 0 or release to whole"
+        )
+    policy = vllm_config.kv_transfer_config.kv_load_failure_policy
+    ahead = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
+    second_runner = bool(getattr(vllm_config, "use_v2_model_runner", False))
+    if policy == "recompute" and (ahead or second_runner):
+        raise ValueError(
+            "kv_load_failure_policy recompute cannot take a running request back with asynchronous scheduling or Model "
+            "Runner V2, and a load can fail after release: use the policy fail, or async_scheduling=False with "
+            "VLLM_USE_V2_MODEL_RUNNER=0, or release: whole"
+        )
+
+
+def why_refused(kv_cache_config: Any, reports_requests: bool) -> str:
+    """Why nothing can be loaded into these caches, or "".
+
+    Args:
+        kv_cache_config: vLLM's.
+        reports_requests: whether the engine can be told of a failed load by request instead of by block.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    for group in groups:
+        kind = type(group.kv_cache_spec).__name__
+        if kind not in _ATTENTION:
+            return f"a KV cache group of kind {kind} is not supported; known: {', '.join(sorted(_ATTENTION))}"
+    if len(groups) > 1 and not reports_requests:
+        return "this vLLM cannot be told of a failed load where there are several KV cache groups; 0.32 can"
+    return ""
+
+
+def engine_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings, refusal: str) -> EngineFacts:
+    """What the scheduler side must know."""
+    groups = kv_cache_config.kv_cache_groups
+    block_tokens = tuple(group.kv_cache_spec.block_size for group in groups)
+    if len(groups) > 1 and not refusal and settings.waits_in_forward:
+        _log.warning(
+            "released when all of the KV has landed: with %d KV cache groups vLLM cannot take back a request whose "
+            "load fails after release",
+            len(groups),
+        )
+    return EngineFacts(
+        block_tokens=block_tokens,
+        token_bytes=sum(
+            len(group.layer_names) * group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
+            for group in groups
+        ),
+        num_ranks=vllm_config.parallel_config.world_size,
+        space=_key_space(vllm_config, block_tokens, settings),
+        prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        refusal=refusal,
+    )
+
+
+def rank_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> RankFacts:
+    """What a worker must know of its place; called in the worker, whose ranks are set up."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    groups = tuple(
+        GroupShape(
+            tuple(group.layer_names),
+            group.kv_cache_spec.block_size,
+            int(getattr(group.kv_cache_spec, "num_heads", 0) or getattr(group.kv_cache_spec, "num_kv_heads", 1)),
+            int(getattr(group.kv_cache_spec, "head_size", 1)),
+        )
+        for group in kv_cache_config.kv_cache_groups
+    )
+    parallel = vllm_config.parallel_config
+    first_layer, _end = vllm_config.model_config.get_layers_start_end_indices(parallel)
+    space = _key_space(vllm_config, tuple(group.block_tokens for group in groups), settings)
+    return RankFacts(groups, space, get_tensor_model_parallel_rank(), first_layer)
+
+
+def _key_space(vllm_config: Any, block_tokens: tuple[int, ...], settings: ConnectorSettings) -> KeySpace:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    unit = math.lcm(*block_tokens)
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    config = blake3(repr(sorted(model.hf_config.to_dict().items(), key=str)).encode()).hexdigest()[:16]
+    name = f"{model.model} revision {model.revision} quantization {model.quantization} config {config}"
+    return KeySpace(
+        model=name,
+        dtype=str(model.dtype) if cache_dtype == "auto" else str(cache_dtype),
+        form=ObjectForm.TOKEN,
+        inner_layout="logical",
+        chunk_tokens=max(unit, settings.chunk_tokens // unit * unit),
+        tp_rank=0,
+        tp_size=parallel.tensor_parallel_size,
+        layers=(0, model.get_total_num_hidden_layers()),
+        salt=settings.salt.encode(),
+    )

@@ -1,0 +1,398 @@
+"""The scheduler side: what is cached in which slot, which loads and stores are in flight, and who waits for what.
+
+It runs in the engine core's thread, owns the index of the host pool, and tells the workers what to do step by step
+(`StepOrders`); they answer with what has ended (`StepReport`). It touches no KV and takes vLLM's objects as they are,
+so its tests need neither vLLM nor torch.
+
+Rules: `SafetyRules`. Contracts REL-1, SAFE-1, SAFE-3, SAFE-6 of `lamella.connector.loads` and DESIGN.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lamella.connector.batch_blocks import BatchBlocks, Scheduled
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.loads import Kind, Work, WorkBook
+from lamella.connector.request_keys import RequestKeys
+from lamella.connector.safety_rules import ALL_RULES, SafetyRules
+from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepReport, StoreOrder
+from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.cuda_ext.slot_index import SlotIndex
+from lamella.reference.keys import ChunkKey
+
+_log = logging.getLogger(__name__)
+_GIB: Final = 1 << 30
+
+
+@dataclass(slots=True)
+class _Load:
+    order: LoadOrder
+    keys: tuple[ChunkKey, ...]
+    blocks: frozenset[int]
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class _Store:
+    order: StoreOrder
+    blocks: frozenset[int]
+
+
+class SchedulerSide:
+    """See the module.
+
+    Args:
+        settings: the connector's.
+        facts: of the engine.
+        rules: all of them, outside tests.
+    """
+
+    def __init__(self, settings: ConnectorSettings, facts: EngineFacts, rules: SafetyRules = ALL_RULES) -> None:
+        self._settings = settings
+        self._facts = facts
+        self._rules = rules
+        self.index = SlotIndex()
+        self.book = WorkBook(facts.num_ranks, rules)
+        self.metrics = Metrics()
+        self._keys = RequestKeys(facts.space)
+        self._blocks = BatchBlocks(facts.block_tokens)
+        self._tier: TierPrefetch | None = None
+        self._pool: Any = None  # the engine's block pool
+        self._requests: dict[str, Any] = {}
+        self._local_hits: dict[str, int] = {}
+        self._stored_chunks: dict[str, int] = {}
+        self._failed: set[str] = set()
+        self._loads: dict[int, _Load] = {}
+        self._stores: dict[int, _Store] = {}
+        self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
+        self._bad_blocks: set[int] = set()
+        self._new_loads: list[LoadOrder] = []
+        self._cancels: list[int] = []
+        self._num_slots = 0
+        self._last_number = -1
+
+    # ---- set-up
+
+    def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int) -> None:
+        """Every rank has said how it names its objects, and how many slots each of them has ready at least."""
+        self._add_slots(ready_slots)
+        if self._settings.file_tier is not None and not self._facts.refusal:
+            self._tier = TierPrefetch(
+                self._settings.file_tier, self.index, ranks, self._number, self._settings.load_timeout_s
+            )
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """The engine's block pool, of whose prefix cache blocks are evicted."""
+        self._pool = pool
+
+    # ---- a request asks
+
+    def matched_tokens(self, request: Any, local_hit: int) -> tuple[int | None, bool]:
+        """Tokens beyond `local_hit` that can be loaded, and whether the request is parked for it; None: ask again."""
+        name = request.request_id
+        self._requests[name] = request
+        if self._facts.refusal or name in self._failed:
+            return 0, False
+        keys = self._keys.keys(request, request.num_tokens)
+        hits = self.index.leading_hits(keys)
+        if self._tier is not None and hits < len(keys):
+            if not self._tier.settle(name, keys[hits:]):
+                return None, False
+            hits = self.index.leading_hits(keys)
+        num_tokens = hits * self._facts.space.chunk_tokens
+        if self._rules.whole_blocks:
+            unit = max(self._facts.block_tokens)
+            num_tokens = min(num_tokens, (request.num_tokens - 1) // unit * unit)
+        num_tokens = min(num_tokens, request.num_tokens)
+        wanted = max(0, num_tokens - local_hit)
+        if not wanted:
+            return 0, False
+        if self._must_wait(keys[local_hit // self._facts.space.chunk_tokens : hits], wanted):
+            return None, False
+        self._local_hits[name] = local_hit
+        return wanted, not self._joins_step
+
+    @property
+    def _joins_step(self) -> bool:
+        """Whether loads are synchronous; never with several groups, whose late failures cannot be reported."""
+        return self._settings.use_layerwise and len(self._facts.block_tokens) == 1
+
+    def _must_wait(self, keys: Sequence[ChunkKey], num_tokens: int) -> bool:
+        """Whether a load must wait for others: for one that brings the same chunks, or for room.
+
+        Loads in flight end without the engine's help, so this waits for nothing that waits for it.
+        """
+        loads = self.book.open_loads()
+        if self._rules.share_loads and self._facts.prefix_caching:
+            wanted = set(keys)
+            if any(not work.released and wanted & set(self._loads[work.number].keys) for work in loads):
+                self.metrics.count("shared_waits")
+                return True
+        num_bytes = sum(work.num_bytes for work in loads) + num_tokens * self._facts.token_bytes
+        if loads and (len(loads) >= self._settings.max_loads or num_bytes > self._settings.max_load_gib * _GIB):
+            self.metrics.count("bound_waits")
+            return True
+        return False
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external: int) -> None:
+        """The engine gave the request blocks; `num_external` tokens of them are to be loaded.
+
+        Raises:
+            RuntimeError: tokens that `matched_tokens` did not promise.
+        """
+        name = request.request_id
+        self._blocks.replace(name, tables)
+        if num_external == 0:
+            return
+        if name not in self._local_hits:
+            raise RuntimeError(f"{num_external} tokens are to be loaded for {name}, which was promised none")
+        skip, size = self._local_hits.pop(name), self._facts.space.chunk_tokens
+        end, first = skip + num_external, skip // size
+        keys = self._keys.keys(request, request.num_tokens)[first : -(-end // size)]
+        slots = self.index.pin(keys)
+        blocks = self._blocks.tables(name, end)
+        assert blocks is not None, "the engine allocated blocks for what it is to load"
+        order = LoadOrder(self._number(), name, slots, first, blocks, end, skip, self._joins_step)
+        self.book.begin(
+            Work(order.number, name, Kind.LOAD, num_external * self._facts.token_bytes, not order.joins_step)
+        )
+        targets = frozenset(blocks[0][skip // self._facts.block_tokens[0] :]) - {self._facts.null_block}
+        self._loads[order.number] = _Load(order, keys, targets)
+        self._blocks.loaded(targets)
+        self._bad_blocks -= targets
+        self._new_loads.append(order)
+        self._stored_chunks[name] = end // size
+        self.metrics.count("hit_tokens", num_external)
+        self.metrics.count("loads")
+
+    # ---- a step is made
+
+    def step_orders(self, output: Any) -> StepOrders:
+        """What the workers do in the step that `output` (vLLM's SchedulerOutput) describes."""
+        batch = self._update_tables(output)
+        for one in batch:
+            self._failed.discard(one.request)
+            if self._tier is not None:
+                self._tier.forget(one.request)
+        rewritten = self._blocks.rewritten(batch, self._bad_blocks)
+        self._bad_blocks -= rewritten
+        watched = self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
+        flushes = self._conflicts(batch)
+        loads, self._new_loads = tuple(self._new_loads), []
+        cancels, self._cancels = tuple(self._cancels), []
+        return StepOrders(
+            loads=loads,
+            stores=tuple(order for one in batch for order in self._store(one)),
+            fetches=self._tier.take_orders() if self._tier is not None else (),
+            cancels=cancels,
+            flushes=flushes,
+            num_tokens=output.total_num_scheduled_tokens,
+            num_decoding=sum(one.new == 1 for one in batch),
+            held_blocks=self._blocks.held(batch, watched),
+            rewritten_blocks=rewritten,
+            wants_report=bool(self.book.num_held),
+        )
+
+    def _update_tables(self, output: Any) -> list[Scheduled]:
+        batch: list[Scheduled] = []
+        new = output.num_scheduled_tokens
+        for fresh in output.scheduled_new_reqs:
+            self._blocks.replace(fresh.req_id, fresh.block_ids)
+            batch.append(Scheduled(fresh.req_id, fresh.num_computed_tokens, new[fresh.req_id]))
+        cached = output.scheduled_cached_reqs
+        for name, tables, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if name in cached.resumed_req_ids:
+                self._blocks.replace(name, tables or [[] for _ in self._facts.block_tokens])
+            elif tables is not None:
+                self._blocks.append(name, tables)
+            batch.append(Scheduled(name, computed, new[name]))
+        return batch
+
+    def _conflicts(self, batch: Sequence[Scheduled]) -> tuple[int, ...]:
+        """Stores whose blocks this step writes: their requests were preempted, or lost blocks to a window."""
+        if not self._stores:
+            return ()
+        written = {block for load in self._new_loads for block in self._loads[load.number].blocks}
+        for one in batch:
+            tables = self._blocks.tables(one.request, one.end) or ()
+            for table, size in zip(tables, self._facts.block_tokens, strict=False):
+                written.update(table[one.computed // size :])
+        written.discard(self._facts.null_block)
+        return tuple(number for number, store in self._stores.items() if store.blocks & written)
+
+    def _store(self, one: Scheduled) -> list[StoreOrder]:
+        """Orders for the chunks that are complete with this step and in no slot yet."""
+        request = self._requests.get(one.request)
+        if request is None or self._facts.refusal:
+            return []
+        size = self._facts.space.chunk_tokens
+        first, end = self._stored_chunks.get(one.request, 0), min(one.end, request.num_tokens) // size
+        if end <= first:
+            return []
+        keys = self._keys.keys(request, end * size)
+        if len(keys) < end or self._blocks.tables(one.request, end * size) is None:
+            return []
+        self._stored_chunks[one.request] = end
+        reserved = self.index.reserve(keys[first:])
+        if reserved is None:
+            self.metrics.count("stores_without_room")
+            return []
+        place = {key: first + offset for offset, key in enumerate(keys[first:])}
+        runs: list[list[tuple[int, int, ChunkKey]]] = []
+        for key, slot in zip(reserved.keys, reserved.slots, strict=True):
+            if runs and runs[-1][-1][0] == place[key] - 1:
+                runs[-1].append((place[key], slot, key))
+            else:
+                runs.append([(place[key], slot, key)])
+        return [order for run in runs if (order := self._store_run(one.request, run)) is not None]
+
+    def _store_run(self, name: str, run: list[tuple[int, int, ChunkKey]]) -> StoreOrder | None:
+        size = self._facts.space.chunk_tokens
+        chunks, slots, keys = zip(*run, strict=True)
+        skip, end = chunks[0] * size, (chunks[-1] + 1) * size
+        blocks = self._blocks.tables(name, end)
+        assert blocks is not None, "they were looked at above"
+        sources = {
+            block
+            for table, block_tokens in zip(blocks, self._facts.block_tokens, strict=True)
+            for block in table[skip // block_tokens :]
+        }
+        if self._facts.null_block in sources:  # a sliding window has left part of the chunk behind
+            self.index.abandon(slots)
+            return None
+        order = StoreOrder(self._number(), name, slots, chunks[0], blocks, end, skip, keys)
+        self.book.begin(Work(order.number, name, Kind.STORE, (end - skip) * self._facts.token_bytes))
+        self._stores[order.number] = _Store(order, frozenset(sources))
+        return order
+
+    # ---- a step has run
+
+    def step_done(self, output: Any, report: StepReport | None) -> None:
+        """Takes the workers' report in and settles what `output` (vLLM's KVConnectorOutput) reports to the engine.
+
+        `finished_recving` keeps what may be passed on, and `finished_sending` gains the held requests of which nothing
+        is in flight any more; vLLM acts on both right after this call.
+        """
+        if report is not None:
+            self._add_slots(report.ready_slots)
+            for number, end in report.stores.items():
+                if self.book.ended(number, end) is not None:
+                    self._store_ended(number, end.ok)
+            for number, end in report.puts.items():
+                self._put_ended(number, end)
+            for number, ends in report.fetches.items():
+                if self._tier is not None:
+                    self._tier.ended(number, ends, self._facts.num_ranks)
+        if output.finished_recving:
+            output.finished_recving = self.book.received(output.finished_recving) or None
+        new_bad: set[int] = set()
+        for number, end in (report.loads if report is not None else {}).items():
+            work = self.book.ended(number, end)
+            if work is not None:
+                new_bad |= self._load_ended(work)
+        if new_bad:
+            self._blocks.loaded(new_bad)
+            self._bad_blocks |= new_bad
+        if (new_bad or output.invalid_block_ids) and self._rules.evict_on_error:
+            self._evict(self._blocks.behind(new_bad | set(output.invalid_block_ids or ())))
+        freed = self.book.take_freed()
+        if freed:
+            output.finished_sending = set(output.finished_sending or ()) | freed
+
+    def _load_ended(self, work: Work) -> frozenset[int]:
+        load = self._loads.pop(work.number)
+        self.index.unpin(load.order.slots)
+        if self.book.ended_well(work):
+            return frozenset()
+        if load.cancelled:
+            self.metrics.count("loads_cancelled")
+            return frozenset()
+        self.metrics.count("loads_failed")
+        if self._rules.remember_failures:
+            self._failed.add(work.request)
+        return load.blocks
+
+    def _store_ended(self, number: int, ok: bool) -> None:
+        store = self._stores.pop(number)
+        if ok:
+            self.index.commit(store.order.slots)
+            if self._settings.file_tier is not None:  # a tier reads the slots until its put has ended
+                self.index.pin(store.order.keys)
+                self._puts[number] = (store.order.slots, Ended(0, True))
+            self.metrics.count("stored_tokens", store.order.num_tokens - store.order.skip_tokens)
+            return
+        self.index.abandon(store.order.slots)
+        self.metrics.count("stores_dropped")
+        name = store.order.request
+        if name in self._stored_chunks:
+            self._stored_chunks[name] = min(self._stored_chunks[name], store.order.first_chunk)
+
+    def _put_ended(self, number: int, end: Ended) -> None:
+        slots, before = self._puts[number]
+        merged = before.merged(end)
+        self._puts[number] = (slots, merged)
+        if merged.ranks == self._facts.num_ranks:
+            del self._puts[number]
+            self.index.unpin(slots)
+
+    def _add_slots(self, ready: int) -> None:
+        if ready > self._num_slots:
+            self.index.add_slots(self._num_slots, ready - self._num_slots)
+            self._num_slots = ready
+
+    # ---- a request ends
+
+    def request_ended(self, request: Any) -> bool:
+        """Whether the request's blocks must stay its own until `step_done` reports it."""
+        name = request.request_id
+        for work in self.book.open_of(name):
+            if work.kind is not Kind.LOAD:
+                continue
+            load = self._loads[work.number]
+            if work.waits_for_report and not work.released and self._rules.hold_on_abort:
+                load.cancelled = True
+                self._cancels.append(work.number)
+            elif self._rules.evict_on_abort:
+                self._evict(self._blocks.behind(load.blocks))
+        held = self.book.request_ended(name)
+        if held:
+            self.metrics.count("holds")
+        for forget in (self._keys.forget, self._blocks.forget, self._failed.discard):
+            forget(name)
+        for book in (self._requests, self._local_hits, self._stored_chunks):
+            book.pop(name, None)
+        if self._tier is not None:
+            self._tier.forget(name)
+        return held
+
+    @property
+    def has_open_work(self) -> bool:
+        """Whether something is in flight whose end a step must take in."""
+        return bool(self.book.num_open or self._puts or (self._tier is not None and self._tier.num_open))
+
+    def reset(self) -> bool:
+        """Every readable object is forgotten; those in use are when their last user is done."""
+        self.index.discard(self.index.ready_keys())
+        return True
+
+    def close(self) -> None:
+        """Threads end."""
+        if self._tier is not None:
+            self._tier.close()
+
+    def _evict(self, blocks: set[int]) -> None:
+        if self._pool is not None and blocks:
+            self._pool.evict_blocks(blocks)
+            self.metrics.count("blocks_evicted", len(blocks))
+
+    def _number(self) -> int:
+        self._last_number += 1
+        return self._last_number

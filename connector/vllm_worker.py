@@ -1,0 +1,316 @@
+"""The worker side: one rank's host memory, transfer engine, loads and stores, driven by vLLM's hooks.
+
+It decides nothing about what is cached: slots and block tables come with each step's orders, and what has ended goes
+back with each step's report. It runs on the model runner's thread; bytes move on native threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from lamella.connector.cache_shapes import DescribedCaches, GroupShape, describe_caches
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.safety_rules import ALL_RULES, SafetyRules
+from lamella.connector.slice_width import choose_width
+from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StoreOrder
+from lamella.connector.storage.file_tier import FileTier
+from lamella.connector.tier_prefetch import RankObjects
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.connector.worker_loads import WorkerLoads
+from lamella.connector.worker_stores import WorkerStores
+from lamella.cuda_ext._execution import HostObjects
+from lamella.cuda_ext.arrival import AfterEvent, Fence
+from lamella.cuda_ext.device import Device
+from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
+from lamella.cuda_ext.shared_memory import HostMemory
+from lamella.cuda_ext.slots import SlotMemory, SlotShape
+from lamella.cuda_ext.transfer import Transfer
+from lamella.reference.keys import KeySpace
+from lamella.reference.ordering import parse_order
+from lamella.reference.plan import Direction
+from lamella.reference.slices import Slice, plan_slices
+
+if TYPE_CHECKING:
+    import torch
+
+_log = logging.getLogger(__name__)
+_GIB: Final = 1 << 30
+_MIB: Final = 1 << 20
+_STORE_FLUSH_S: Final = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a worker must know of its place.
+
+    Attributes:
+        groups: the engine's KV cache groups.
+        space: key space of the engine; this rank's own puts rank, layers, form and inner layout in.
+        tp_rank: this rank's share of the heads.
+        first_layer: model layer of this stage's first.
+    """
+
+    groups: tuple[GroupShape, ...]
+    space: KeySpace
+    tp_rank: int
+    first_layer: int
+
+
+class WorkerSide:
+    """See the module.
+
+    Args:
+        settings: the connector's.
+        facts: of this rank.
+        caches: every layer's cache tensor by name, in layer order.
+        rules: all of them, outside tests.
+        engine_options: for the transfer engine, in tests.
+
+    Raises:
+        ValueError: caches that no known layout fits, or a host pool too small for one object.
+        LibraryMissingError, RuntimeError, OSError: no native library, no device, or no memory.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        facts: RankFacts,
+        caches: Mapping[str, torch.Tensor],
+        rules: SafetyRules = ALL_RULES,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        from lamella.cuda_ext.torch import device_of
+
+        self._settings = settings
+        self.tensors = dict(caches)
+        """The caches, which outlive every transfer."""
+        self.metrics = Metrics()
+        self.caches: DescribedCaches = describe_caches(
+            caches, facts.groups, facts.space.chunk_tokens, settings.object_form
+        )
+        layout = self.caches.layout
+        self._device = device_of(list(caches.values()))
+        choice = choose_width(settings.layers_per_slice, layout)
+        self.slices = plan_slices(layout.num_layers, choice.width)
+        _log.info("%s: %d slices of %d layers, %s", self._device, len(self.slices), layout.num_layers, choice.reason)
+        self._space = replace(
+            facts.space,
+            form=layout.form,
+            inner_layout=self.caches.inner,
+            tp_rank=facts.tp_rank,
+            layers=(facts.first_layer, facts.first_layer + layout.num_layers),
+        )
+        self.memory = self._make_memory(layout.object_bytes)
+        options: dict[str, Any] = {
+            "num_layers": layout.num_layers,
+            "staging_bytes": settings.staging_mib * _MIB,
+            "window_bytes": settings.window_mib * _MIB,
+            "in_flight_bytes": settings.in_flight_mb * 1_000_000,
+            "carrier": settings.carrier_kind,
+            "order": parse_order(settings.order),
+            "deadline_s": settings.load_timeout_s,
+        }
+        self.engine = TransferEngine(self._device, **(options | dict(engine_options or {})))
+        self._registered: RegisteredCache = self.engine.register_cache(layout, self.caches.engines)
+        self._several_groups = len(facts.groups) > 1
+        self._layerwise = choice.layerwise
+        self.loads = WorkerLoads(
+            self._submit_load,
+            layout.num_layers,
+            settings.release_policy,
+            self.caches.block_tokens[0][0],
+            sum(group.geometry.token_bytes for group in layout.groups),
+            settings.wait_timeout_s,
+            self._stream,
+            rules,
+            self.metrics,
+            self._several_groups,
+        )
+        tier = FileTier(settings.file_tier, layout.object_bytes) if settings.file_tier is not None else None
+        self.stores = WorkerStores(
+            self._submit_store,
+            self.slices,
+            settings.use_layerwise and choice.layerwise,
+            self.memory,
+            self._space.digest(),
+            tier,
+            settings.io_threads,
+            self.metrics,
+        )
+        self._orders = StepOrders()
+        self._flushed: StepOrders | None = None
+        self._received: set[str] = set()
+        self._failed_requests: set[str] = set()
+        self._report = StepReport()
+        self._told_slots = 0
+
+    def _make_memory(self, object_bytes: int) -> SlotMemory:
+        shape = SlotShape(object_bytes, 1)
+        num_slots = int(self._settings.host_pool_gib * _GIB) // shape.pitch_bytes
+        if num_slots < 1:
+            raise ValueError(
+                f"host_pool_gib {self._settings.host_pool_gib} holds no object of {object_bytes} bytes: raise it, or "
+                "lower chunk_tokens"
+            )
+        shape = SlotShape(object_bytes, num_slots)
+        device = Device(self._device)
+        return SlotMemory(
+            HostMemory.anonymous(shape.total_bytes), shape, device.registrar(), numa_node=device.numa_node()
+        )
+
+    @property
+    def objects(self) -> RankObjects:
+        """How this rank names and sizes its objects."""
+        return RankObjects(self._space.digest(), self.caches.layout.object_bytes)
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that can be used; those behind a piece that is not registered do not count."""
+        report = self.memory.report()
+        shape = self.memory.shape
+        failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
+        pieces = min(report.ready + len(report.failed), failed)
+        return min(pieces * shape.piece_slots, shape.num_slots)
+
+    # ---- the hooks, in the order of a step
+
+    def flush(self, orders: StepOrders) -> None:
+        """Stores whose blocks this step writes have ended; the first sight of a step's orders."""
+        self._flushed = orders
+        if orders.flushes:
+            self.stores.flush(orders.flushes, _STORE_FLUSH_S)
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """The step's loads begin and its stores are known."""
+        if self._flushed is not orders:
+            self.flush(orders)
+        self._orders = orders
+        self.stores.begin_step(orders.stores, orders.fetches)
+        self.loads.begin_step(orders)
+
+    def before_forward(self) -> None:
+        """Where no layer will wait, the step's own loads have landed."""
+        if self.loads.hooks_bypassed or (self._settings.use_layerwise and not self._settings.waits_in_forward):
+            self.loads.wait_whole()
+
+    def wait_layer(self, name: str) -> None:
+        """Every released load has landed in the layer of that name."""
+        layer = self.caches.layers.get(name)
+        if layer is not None and self.loads.gated:
+            self.loads.wait_layer(layer)
+
+    def layer_computed(self, name: str) -> None:
+        """The layer's KV of this step is in its blocks."""
+        layer = self.caches.layers.get(name)
+        if layer is not None:
+            self.stores.layer_computed(layer)
+
+    def step_computed(self) -> None:
+        """The forward pass was launched: stores leave, unless their blocks have failed."""
+        self._take_in()
+        self.stores.step_computed(self.loads.spoils)
+
+    def finished(self) -> tuple[set[str], set[str]]:
+        """(requests received, those of them that failed), each once."""
+        self._take_in()
+        received, self._received = self._received, set()
+        failed, self._failed_requests = self._failed_requests, set()
+        return received, failed if self._several_groups else set()
+
+    def errors(self) -> set[int]:
+        """Blocks whose load failed, to report in this step."""
+        return self.loads.errors()
+
+    def report(self) -> StepReport | None:
+        """What has ended since the last report; None if nothing has and nobody asked."""
+        report, self._report = self._report, StepReport()
+        report.ready_slots = self.ready_slots
+        if report.is_empty and not self._orders.wants_report and report.ready_slots == self._told_slots:
+            return None
+        self._told_slots = report.ready_slots
+        return report
+
+    def _take_in(self) -> None:
+        polled = self.loads.poll()
+        stores, puts, fetches = self.stores.poll()
+        self._received |= polled.received
+        self._failed_requests |= polled.failed
+        self._report.loads.update(polled.ended)
+        self._report.stores.update(stores)
+        self._report.puts.update(puts)
+        self._report.fetches.update(fetches)
+
+    # ---- transfers
+
+    def _submit_load(self, order: LoadOrder) -> Callable[[], Transfer]:
+        fence, kept = self._fence()
+
+        def submit() -> Transfer:
+            return self.engine.submit(
+                self._registered,
+                Direction.RETRIEVE,
+                self._objects(order.first_chunk, order.slots),
+                self.caches.kernel_tables(order.blocks),
+                order.num_tokens,
+                slices=self.slices,
+                skip_tokens=order.skip_tokens,
+                null_block=0 if self._several_groups else None,
+                fence=fence,
+                on_drained=lambda: kept and None,  # the event lives as long as the transfer may wait for it
+            )
+
+        return submit
+
+    def _submit_store(self, order: StoreOrder, slices: Sequence[Slice]) -> Transfer:
+        fence, kept = self._fence()
+        return self.engine.submit(
+            self._registered,
+            Direction.STORE,
+            self._objects(order.first_chunk, order.slots),
+            self.caches.kernel_tables(order.blocks),
+            order.num_tokens,
+            slices=slices,
+            skip_tokens=order.skip_tokens,
+            null_block=0 if self._several_groups else None,
+            fence=fence,
+            on_drained=lambda: kept and None,
+        )
+
+    def _objects(self, first_chunk: int, slots: Sequence[int]) -> HostObjects:
+        shape = self.memory.shape
+        return HostObjects((0,) * first_chunk + self.memory.addresses(slots), shape.piece_bytes, self.memory.base)
+
+    def _fence(self) -> tuple[Fence | None, object]:
+        """Behind all that the computing stream was given so far (XFER-3), and what must outlive it."""
+        if not self._device.startswith("cuda"):
+            return None, None
+        import torch
+
+        from lamella.cuda_ext.torch import event_handle
+
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(torch.device(self._device)))
+        return AfterEvent(event_handle(event)), event
+
+    def _stream(self) -> int:
+        if not self._device.startswith("cuda"):
+            return 0
+        from lamella.cuda_ext.torch import current_stream
+
+        return current_stream(self._device)
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Stores have ended, a tier has kept them, loads were cancelled; threads ended, memory given back."""
+        self.loads.close()
+        try:
+            self.stores.drain(_STORE_FLUSH_S)
+        except TimeoutError as error:
+            _log.error("stores are lost: %s", error)
+        self.stores.close()
+        self.engine.close()
+        self.memory.close()

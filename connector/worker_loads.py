@@ -1,0 +1,354 @@
+"""Loads on one rank: begun, released, waited for layer by layer, failed by block, ended.
+
+    order ──► submitted (own thread) ──► slices land ──released by policy──► gated: every layer of every step waits
+                                              └──all landed──► ended
+    a wait's bound, a failed copy, a passed-over hook ──► failed: its blocks are bad until they are computed anew
+
+Everything here runs on the model runner's thread but the submission. No wait is without a bound (SAFE-5).
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final
+
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.safety_rules import SafetyRules
+from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
+from lamella.cuda_ext._engine_library import TransferStopped
+from lamella.cuda_ext.transfer import Transfer, TransferState
+from lamella.reference.release import ReleasePolicy, ReleaseView
+
+_log = logging.getLogger(__name__)
+_DRAIN_S: Final = 2.0
+_IDLE_STEP_NS: Final = 1_000_000
+"""What an engine with nothing to compute waits between two looks. Source: vLLM 0.32, v1/engine/core.py."""
+
+
+@dataclass(slots=True)
+class Load:
+    """One load on this rank.
+
+    Attributes:
+        blocks: of the first KV cache group, which it writes.
+        released: it was reported received, or its request joined the step; only then can anybody read its blocks.
+        ready_layer: layers before it need no further wait in this step.
+        failed: why, or "".
+    """
+
+    order: LoadOrder
+    submitted: Future[Transfer]
+    ordered_ns: int
+    blocks: frozenset[int]
+    released: bool = False
+    reported: bool = False
+    cancelled: bool = False
+    ready_layer: int = 0
+    failed: str = ""
+    landed: bool = False
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """Its transfer, once submitted."""
+        if not self.submitted.done() or self.submitted.cancelled() or self.submitted.exception() is not None:
+            return None
+        return self.submitted.result()
+
+
+@dataclass(slots=True)
+class Polled:
+    """What one look at the loads found."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    ended: dict[int, Ended] = field(default_factory=dict)
+
+
+class WorkerLoads:
+    """See the module.
+
+    Args:
+        submit: hands an order to the transfer engine; called on a thread of its own.
+        num_layers: of this stage.
+        release: when a request may run; whole once the hook was passed over.
+        block_tokens: of the first KV cache group.
+        token_bytes: of a token in all layers.
+        wait_timeout_s: bound on each wait.
+        stream: the stream that is computing now.
+        rules: all of them, outside tests.
+        metrics: counts and times.
+        several_groups: the engine cannot report blocks: errors are reported by request, before release.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[LoadOrder], Callable[[], Transfer]],
+        num_layers: int,
+        release: ReleasePolicy,
+        block_tokens: int,
+        token_bytes: int,
+        wait_timeout_s: float,
+        stream: Callable[[], int],
+        rules: SafetyRules,
+        metrics: Metrics,
+        several_groups: bool = False,
+    ) -> None:
+        self._submit = submit
+        self._num_layers = num_layers
+        self._release = release
+        self._block_tokens = block_tokens
+        self._token_bytes = token_bytes
+        self._wait_timeout_s = wait_timeout_s
+        self._stream = stream
+        self._rules = rules
+        self._metrics = metrics
+        self._several_groups = several_groups
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamella-submit")
+        self._loads: dict[int, Load] = {}
+        self.gated: list[Load] = []
+        self.bad_blocks: set[int] = set()
+        self._late_bad: set[int] = set()  # kept for the next step where report_in_same_step is off
+        self._unreleased_bad: set[int] = set()
+        self._orders = StepOrders()
+        self._hooked: set[int] = set()
+        self._hooks_bypassed = False
+        self._began_ns = self._computed_ns = 0
+
+    # ---- a step begins
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Orders are taken in, loads begin, and it is settled what this step's layers wait for."""
+        now_ns = time.monotonic_ns()
+        if self._orders.num_tokens:
+            self._computed_ns = now_ns - self._began_ns
+        self._began_ns, self._orders = now_ns, orders
+        self._hooked.clear()
+        self.bad_blocks |= self._late_bad
+        self._late_bad = set()
+        self.bad_blocks -= orders.rewritten_blocks - self._undrained()
+        for number in orders.cancels:
+            self._cancel(number)
+        for order in orders.loads:
+            self._begin(order, now_ns)
+        self.gated = [load for load in self._loads.values() if load.released and self._outstanding(load)]
+        for load in self.gated:
+            load.ready_layer = 0
+
+    def _begin(self, order: LoadOrder, now_ns: int) -> None:
+        job = self._submit(order)
+        blocks = frozenset(order.blocks[0][order.skip_tokens // self._block_tokens :]) - {0}
+        load = Load(order, self._thread.submit(job), now_ns, blocks, released=order.joins_step)
+        load.reported = order.joins_step
+        self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
+        self._loads[order.number] = load
+
+    def _outstanding(self, load: Load) -> bool:
+        """Whether something of the load has still to land that a reader must wait for."""
+        if load.failed or load.cancelled:
+            return False
+        if not load.landed:
+            transfer = load.transfer
+            load.landed = transfer is not None and transfer.state is TransferState.LANDED
+        return not load.landed
+
+    # ---- the forward pass
+
+    def wait_layer(self, layer: int) -> None:
+        """Every released load has landed in the layer, or has failed and is reported in this step (REL-2)."""
+        self._hooked.add(layer)
+        if not self._rules.wait_for_released:
+            return
+        for load in tuple(self.gated):
+            if layer >= load.ready_layer:
+                self._wait(load, layer)
+
+    def wait_whole(self) -> None:
+        """As `wait_layer` for every layer: where no hook will be called."""
+        for load in tuple(self.gated):
+            self._wait(load, self._num_layers - 1)
+            load.ready_layer = self._num_layers
+
+    def _wait(self, load: Load, layer: int) -> None:
+        start_ns = time.monotonic_ns()
+        try:
+            transfer = load.submitted.result(self._wait_timeout_s)
+            left_s = max(0.0, self._wait_timeout_s - (time.monotonic_ns() - start_ns) / 1e9)
+            transfer.wait_layer(layer, self._stream(), left_s)
+        except TimeoutError:
+            self._metrics.count("wait_timeouts")
+            self._fail(load, f"layer {layer} had not landed after {self._wait_timeout_s:g} s")
+        except CancelledError:
+            pass  # nobody reads a cancelled load
+        except (TransferStopped, ValueError, RuntimeError, OSError) as error:
+            if not load.cancelled:
+                self._fail(load, str(error))
+        else:
+            load.ready_layer = next(part.end_layer for part in transfer.slices if layer < part.end_layer)
+            self._metrics.count("layer_waits")
+        self._metrics.count("stall_ns", time.monotonic_ns() - start_ns)
+
+    # ---- the step's end
+
+    def poll(self) -> Polled:
+        """What may be released, what has failed and what has ended since the last look."""
+        self._find_bypass()
+        found = Polled()
+        for number, load in list(self._loads.items()):
+            transfer = load.transfer
+            if load.submitted.done() and transfer is None and not load.failed and not load.cancelled:
+                self._fail(load, str(load.submitted.exception()))
+            if transfer is not None and not load.failed and not load.cancelled:
+                if transfer.state is TransferState.LANDED:
+                    load.landed = True
+                elif transfer.state.is_final:
+                    self._fail(load, transfer.error)
+            ended = load.landed or (load.submitted.done() and (transfer is None or transfer.state.is_final))
+            self._report(load, transfer, ended, found)
+            if ended:
+                del self._loads[number]
+                found.ended[number] = Ended(1, load.landed and not load.failed)
+                self._observe(load, transfer)
+        return found
+
+    def _report(self, load: Load, transfer: Transfer | None, ended: bool, found: Polled) -> None:
+        if load.reported:
+            return
+        if not ended and (load.failed or load.cancelled or transfer is None or not self._may_run(load, transfer)):
+            return
+        load.reported = load.released = True
+        found.received.add(load.order.request)
+        if load.failed:
+            found.failed.add(load.order.request)
+        elif not load.cancelled:
+            self._metrics.observe("release_ns", time.monotonic_ns() - load.ordered_ns)
+            self._metrics.count("released_early", not ended)
+
+    def _may_run(self, load: Load, transfer: Transfer) -> bool:
+        policy = self._release
+        progress = transfer.query()
+        landed = transfer.slices[progress.landed - 1].end_layer if progress.landed else 0
+        if self._hooks_bypassed or self._several_groups or landed < policy.layers_needed(self._num_layers):
+            return False
+        if not policy.needs_forecast:
+            return True
+        now_ns = time.monotonic_ns()
+        times = transfer.timestamps_ns().landed_ns
+        took_ns = max(1, times[progress.landed - 1] - progress.started_ns)  # so far, for `landed` layers
+        arrivals = tuple(
+            times[index] if index < progress.landed else progress.started_ns + took_ns * part.end_layer // landed
+            for index, part in enumerate(transfer.slices)
+            for _layer in range(part.num_layers)
+        )
+        step_ns = self._computed_ns if self._orders.num_tokens else _IDLE_STEP_NS
+        compute = (self._computed_ns // self._num_layers,) * self._num_layers
+        view = ReleaseView(now_ns, arrivals, compute, 0, step_ns, self._orders.num_decoding)
+        return policy.release_ns(view) <= now_ns
+
+    def errors(self) -> set[int]:
+        """Blocks to report in this step: bad ones that its batch takes for computed, and those of parked requests."""
+        reported, self._unreleased_bad = self._unreleased_bad, set()
+        reported |= self.bad_blocks & self._orders.held_blocks
+        if not self._rules.keep_errors:
+            reported, self.bad_blocks = reported | self.bad_blocks, set()
+        if reported:
+            self._metrics.count("errors_reported")
+        return set() if self._several_groups else reported
+
+    def spoils(self, tables: tuple[tuple[int, ...], ...]) -> bool:
+        """Whether something computed over these blocks may be wrong."""
+        bad = self.bad_blocks | self._late_bad
+        return bool(bad) and not bad.isdisjoint(tables[0])
+
+    def close(self) -> None:
+        """Nothing more is submitted."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def num_open(self) -> int:
+        """Loads that have not ended."""
+        return len(self._loads)
+
+    # ---- failure
+
+    def _fail(self, load: Load, reason: str) -> None:
+        """The load has failed: its blocks are bad, nothing more of it is issued, and what is in flight has drained."""
+        load.failed = reason or "the copy failed"
+        _log.error("load %d of request %s failed: %s", load.order.number, load.order.request, load.failed)
+        if load in self.gated:
+            self.gated.remove(load)
+        if not load.released:
+            self._unreleased_bad |= load.blocks
+        (self.bad_blocks if self._rules.report_in_same_step else self._late_bad).update(load.blocks)
+        self._drain(load)
+
+    def _cancel(self, number: int) -> None:
+        load = self._loads.get(number)
+        if load is not None:
+            load.cancelled = True
+            self._drain(load, timeout_s=0.0)
+
+    def _drain(self, load: Load, timeout_s: float = _DRAIN_S) -> None:
+        if load.submitted.cancel():
+            return
+        transfer = load.transfer
+        if transfer is None:
+            load.submitted.add_done_callback(_cancel_transfer)
+            return
+        transfer.cancel()
+        try:
+            transfer.wait_final(timeout_s)
+        except TimeoutError:
+            if timeout_s:
+                _log.error("load %d has not drained within %g s; its blocks stay bad", load.order.number, timeout_s)
+
+    def _undrained(self) -> frozenset[int]:
+        """Blocks that a failed load may still write."""
+        return frozenset().union(*(load.blocks for load in self._loads.values() if load.failed))
+
+    def _find_bypass(self) -> None:
+        """A step that passed over the hook read what may not have landed: those loads fail (SAFE-4)."""
+        if not self._orders.num_tokens or not self.gated or not self._rules.wait_for_released:
+            return
+        unhooked = self._num_layers - len(self._hooked)
+        read = [
+            load
+            for load in self.gated
+            if load.ready_layer < self._num_layers and not load.blocks.isdisjoint(self._orders.held_blocks)
+        ]
+        if not unhooked or not read:
+            return
+        if not self._hooks_bypassed:
+            _log.error(
+                "%d of %d layers ran without their hook while a load was landing: that load fails, and from now on "
+                "requests are released when all of their KV has landed. A captured full graph, or a model whose "
+                "attention does not call the hook, does this",
+                unhooked,
+                self._num_layers,
+            )
+        self._hooks_bypassed = True
+        self._metrics.count("hook_bypasses")
+        for load in read:
+            self._fail(load, "the step did not call the per-layer hook")
+
+    @property
+    def hooks_bypassed(self) -> bool:
+        """Whether a step has passed over the hook; releases are whole from then on."""
+        return self._hooks_bypassed
+
+    def _observe(self, load: Load, transfer: Transfer | None) -> None:
+        if transfer is None or load.failed or load.cancelled:
+            return
+        landed = transfer.timestamps_ns().landed_ns
+        self._metrics.observe("first_layer_ns", max(0, landed[0] - load.ordered_ns))
+        self._metrics.observe("last_layer_ns", max(0, landed[-1] - load.ordered_ns))
+        self._metrics.count("loaded_bytes", (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes)
+        self._metrics.count("loads_layerwise" if transfer.num_slices > 1 else "loads_whole")
+
+
+def _cancel_transfer(submitted: Future[Transfer]) -> None:
+    if not submitted.cancelled() and submitted.exception() is None:
+        submitted.result().cancel()

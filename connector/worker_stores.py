@@ -1,0 +1,198 @@
+"""Stores on one rank: blocks into slots while the engine goes on computing, then slots into the file tier.
+
+A store's blocks are read behind the forward pass that wrote them. With layerwise stores each slice leaves as soon as
+its last layer has been computed, while the next layers compute; otherwise everything leaves at the step's end. Blocks
+are free again when the copy has ended (`StepReport.stores`), slots when a tier has kept them (`StepReport.puts`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.step_orders import Ended, FetchOrder, StoreOrder
+from lamella.connector.storage.file_tier import FileTier
+from lamella.connector.storage.tier import TierError
+from lamella.connector.tier_prefetch import rank_key
+from lamella.cuda_ext._engine_library import TransferStopped
+from lamella.cuda_ext.slots import SlotMemory
+from lamella.cuda_ext.transfer import Transfer, TransferState
+from lamella.reference.layout import ByteRange
+from lamella.reference.slices import Slice
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Store:
+    order: StoreOrder
+    parts: list[Transfer] = field(default_factory=list)
+    next_layer: int = 0
+    dropped: bool = False
+
+
+class WorkerStores:
+    """See the module.
+
+    Args:
+        submit: begins one store of some slices; on the model runner's thread, behind what that has enqueued.
+        slices: the units in which stores leave.
+        layerwise: whether they leave during the forward pass.
+        memory: the host slots.
+        space: this rank's key space, for the tier.
+        tier: the file tier, or None.
+        io_threads: threads that read and write it.
+        metrics: counts.
+    """
+
+    def __init__(
+        self,
+        submit: Callable[[StoreOrder, Sequence[Slice]], Transfer],
+        slices: Sequence[Slice],
+        layerwise: bool,
+        memory: SlotMemory,
+        space: bytes,
+        tier: FileTier | None,
+        io_threads: int,
+        metrics: Metrics,
+    ) -> None:
+        self._submit = submit
+        self._slices = tuple(slices)
+        self._slice_ends = {part.end_layer - 1: part for part in self._slices}
+        self._layerwise = layerwise
+        self._memory = memory
+        self._space = space
+        self._tier = tier
+        self._metrics = metrics
+        self._threads = ThreadPoolExecutor(io_threads, thread_name_prefix="lamella-tier")
+        self._of_step: list[_Store] = []
+        self._open: dict[int, _Store] = {}
+        self._puts: dict[int, Future[bool]] = {}
+        self._fetches: dict[int, Future[tuple[bool, ...]]] = {}
+
+    def begin_step(self, orders: Sequence[StoreOrder], fetches: Sequence[FetchOrder]) -> None:
+        """The step's stores and fetches are known; fetches begin, stores follow the forward pass."""
+        for order in orders:
+            store = self._open[order.number] = _Store(order)
+            self._of_step.append(store)
+        for fetch in fetches:
+            self._fetches[fetch.number] = self._threads.submit(self._fetch, fetch)
+
+    def layer_computed(self, layer: int) -> None:
+        """The layer's KV is in its blocks, on the stream; a slice that is complete with it leaves."""
+        part = self._slice_ends.get(layer)
+        if not self._layerwise or part is None or not self._of_step:
+            return
+        for store in self._of_step:
+            if store.next_layer == part.first_layer:
+                self._begin(store, [part])
+
+    def step_computed(self, spoils: Callable[[tuple[tuple[int, ...], ...]], bool]) -> None:
+        """The forward pass has been launched: what has not left yet leaves, and what may be wrong does not.
+
+        Args:
+            spoils: whether something computed over these blocks may be wrong.
+        """
+        for store in self._of_step:
+            if spoils(store.order.blocks):
+                store.dropped = True
+                for part in store.parts:
+                    part.cancel()
+                continue
+            rest = [part for part in self._slices if part.first_layer >= store.next_layer]
+            if rest:
+                self._begin(store, rest)
+        self._of_step = []
+
+    def _begin(self, store: _Store, parts: Sequence[Slice]) -> None:
+        try:
+            store.parts.append(self._submit(store.order, parts))
+        except (ValueError, RuntimeError, TransferStopped) as error:
+            _log.error("store %d of request %s is given up: %s", store.order.number, store.order.request, error)
+            store.dropped = True
+        store.next_layer = parts[-1].end_layer
+
+    def flush(self, numbers: Sequence[int], timeout_s: float) -> None:
+        """These stores do not read their blocks any more.
+
+        Raises:
+            TimeoutError: one of them still may after so many seconds.
+        """
+        for number in numbers:
+            store = self._open.get(number)
+            for part in store.parts if store is not None else ():
+                self._metrics.count("flush_waits", not part.state.is_final)
+                part.wait_final(timeout_s)
+
+    def poll(self) -> tuple[dict[int, Ended], dict[int, Ended], dict[int, tuple[Ended, ...]]]:
+        """Stores, puts and fetches that have ended since the last look."""
+        stores: dict[int, Ended] = {}
+        waiting = {store.order.number for store in self._of_step}
+        for number, store in list(self._open.items()):
+            if number in waiting or not all(part.state.is_final for part in store.parts):
+                continue
+            del self._open[number]
+            ok = not store.dropped and all(part.state is TransferState.LANDED for part in store.parts)
+            stores[number] = Ended(1, ok)
+            if ok:
+                self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
+                if self._tier is not None:
+                    self._puts[number] = self._threads.submit(self._put, store.order)
+        puts = {
+            number: Ended(1, put.result()) for number, put in self._puts.items() if put.done() and number not in stores
+        }
+        for number in puts:
+            del self._puts[number]
+        fetches = {
+            number: tuple(Ended(1, ok) for ok in fetch.result())
+            for number, fetch in self._fetches.items()
+            if fetch.done()
+        }
+        for number in fetches:
+            del self._fetches[number]
+        return stores, puts, fetches
+
+    def _put(self, order: StoreOrder) -> bool:
+        assert self._tier is not None, "puts begin only where there is a tier"
+        for slot, key in zip(order.slots, order.keys, strict=True):
+            try:
+                self._tier.put(rank_key(key, self._space), self._memory.buffer(slot))
+            except (TierError, OSError) as error:
+                _log.warning("the file tier did not keep an object: %s", error)
+                return False
+        return True
+
+    def _fetch(self, fetch: FetchOrder) -> tuple[bool, ...]:
+        return tuple(self._fetch_one(slot, index, fetch) for index, slot in enumerate(fetch.slots))
+
+    def _fetch_one(self, slot: int, index: int, fetch: FetchOrder) -> bool:
+        assert self._tier is not None, "fetches are ordered only where there is a tier"
+        buffer = self._memory.buffer(slot)
+        try:
+            key = rank_key(fetch.keys[index], self._space)
+            self._tier.get_ranges(key, [ByteRange(0, buffer.nbytes)], [buffer])
+        except (KeyError, TierError, OSError) as error:
+            _log.warning("the file tier did not give an object: %s", error)
+            return False
+        return True
+
+    @property
+    def num_open(self) -> int:
+        """Stores, puts and fetches that have not ended."""
+        return len(self._open) + len(self._puts) + len(self._fetches)
+
+    def drain(self, timeout_s: float) -> None:
+        """Stores that have begun have ended, and those that ended well are on their way into the tier.
+
+        Raises:
+            TimeoutError: one has not within so many seconds.
+        """
+        self.flush(tuple(self._open), timeout_s)
+        self.poll()
+
+    def close(self) -> None:
+        """Reads and writes of the tier have ended."""
+        self._threads.shutdown(wait=True)

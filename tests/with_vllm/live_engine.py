@@ -1,0 +1,281 @@
+"""A real vLLM engine in this process, stepped by hand, whose connector can freeze a load between two layers."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm import LLM, SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+from lamella.connector.safety_rules import ALL_RULES
+from lamella.connector.vllm import LamellaConnector
+from lamella.connector.worker_loads import Load
+from lamella.reference.plan import Direction
+
+BLOCK = 32
+_BOUND_S = 60.0
+
+
+def prompt(num_tokens: int, salt: int = 0) -> list[int]:
+    """Token ids between 3 and 502; another salt gives another prompt from its first token on."""
+    return [(i * 37 + i * i * 11 + 11 + salt * 101) % 500 + 3 for i in range(num_tokens)]
+
+
+def sampling(num_tokens: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=0
+    )
+
+
+class Answer(NamedTuple):
+    """What a request gave. Logprobs are compared to the bit: small damage leaves tokens as they are."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    reason: str | None
+    cached: int | None
+
+    def same(self, other: Answer) -> bool:
+        return self[:3] == other[:3]
+
+
+def answer_of(output: Any) -> Answer:
+    best = output.outputs[0]
+    logprobs = tuple(next(iter(step.values())).logprob for step in best.logprobs or ())
+    return Answer(tuple(best.token_ids), logprobs, best.finish_reason, output.num_cached_tokens)
+
+
+def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fail", **options: Any) -> LLM:
+    """An engine of the tiny model; `extra` None: without a connector."""
+    arguments: dict[str, Any] = {
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "seed": 0,
+        "block_size": BLOCK,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 256,
+        **options,
+    }
+    if extra is not None:
+        arguments["kv_transfer_config"] = KVTransferConfig(
+            kv_connector="LamellaConnector",
+            kv_connector_module_path="lamella.connector.vllm",
+            kv_role="kv_both",
+            kv_load_failure_policy=policy,
+            kv_connector_extra_config=dict(extra),
+        )
+    return LLM(**arguments)
+
+
+class LiveEngine:
+    """See the module. With `paced`, a load's windows (a slice each) move only as `move` lets them."""
+
+    def __init__(
+        self, model: Path, extra: Mapping[str, Any], *, policy: str = "fail", paced: bool = False, **options: Any
+    ) -> None:
+        # one window in flight: the next is issued, and a planted fault met, when the one before has landed
+        LamellaConnector._engine_options = {"paced": True, "in_flight_bytes": 1} if paced else {}
+        try:
+            self.llm = make_llm(model, extra, policy=policy, **options)
+        finally:
+            LamellaConnector._engine_options = {}
+        self.outputs: dict[str, Answer] = {}
+        self.paced = paced
+        if paced:
+            self.worker.engine.grant(Direction.STORE, 1 << 40)
+
+    # ---- its parts
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def side(self) -> Any:
+        return self.scheduler.connector.scheduler
+
+    @property
+    def connector(self) -> Any:
+        return get_kv_transfer_group()
+
+    @property
+    def worker(self) -> Any:
+        return self.connector.worker
+
+    def request(self, name: str) -> Any:
+        """The scheduler's request; its id carries a suffix."""
+        (found,) = [one for key, one in self.scheduler.requests.items() if key == name or key.startswith(f"{name}-")]
+        return found
+
+    @property
+    def loads(self) -> list[Load]:
+        """The worker's loads in flight, oldest first."""
+        return list(self.worker.loads._loads.values())
+
+    def load_of(self, name: str) -> Load:
+        """The worker's load of a request."""
+        (found,) = [
+            load for load in self.loads if load.order.request == name or load.order.request.startswith(f"{name}-")
+        ]
+        return found
+
+    # ---- running it
+
+    def add(self, name: str, tokens: list[int], num_new: int = 12) -> None:
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling(num_new))
+
+    def step(self, count: int = 1) -> None:
+        for _ in range(count):
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    self.outputs[output.request_id] = answer_of(output)
+
+    def finish(self, *names: str, limit: int = 3000) -> list[Answer]:
+        """Steps until these requests have their answers."""
+        for _ in range(limit):
+            if all(name in self.outputs for name in names):
+                return [self.outputs.pop(name) for name in names]
+            self.step()
+        raise AssertionError(f"{names} did not finish within {limit} steps")
+
+    def generate(self, tokens: list[int], num_new: int = 12) -> Answer:
+        self.add("alone", tokens, num_new)
+        return self.finish("alone")[0]
+
+    def settle(self) -> None:
+        """Steps until nothing is in flight: an engine with nothing to do does not look at stores."""
+        for _ in range(300):
+            if not (self.side.book.num_open or self.worker.loads.num_open or self.worker.stores.num_open):
+                return
+            if not self.llm.llm_engine.has_unfinished_requests():
+                self.add("settle", prompt(3, salt=99), 1)
+            self.step()
+            threading.Event().wait(0.001)
+        raise AssertionError("something stayed in flight")
+
+    def forget_blocks(self) -> None:
+        """The engine's own prefix cache is empty, and its blocks hold nothing that could pass for KV."""
+        self.outputs.clear()
+        self.settle()
+        assert self.llm.reset_prefix_cache()
+        for tensor in self.worker.tensors.values():
+            tensor.fill_(7.0)
+
+    def stored(self, tokens: list[int], num_new: int = 12) -> Answer:
+        """The prompt's answer when everything is computed; its KV is in the host pool afterwards, and nowhere else."""
+        self.side.reset()
+        self.forget_blocks()
+        computed = self.generate(tokens, num_new)
+        assert computed.cached == 0
+        self.forget_blocks()
+        return computed
+
+    # ---- freezing loads
+
+    def land(self, load: Load, layers: int = 4) -> None:
+        """So many layers of the load have landed, and every load before it; or the load has ended otherwise."""
+        self.wait_until(lambda: load.transfer is not None)
+        earlier = [one.transfer for one in self.loads if one.order.number < load.order.number]
+        pending = [one for one in earlier if one is not None and not one.state.is_final]
+        stopped = load.cancelled or load.failed  # only the window in flight is left of it
+        needed = 1 if stopped else layers - load.transfer.landed()
+        needed += sum(one.num_slices - one.landed() for one in pending)
+        self.worker.engine.grant(Direction.RETRIEVE, needed)
+        self.wait_until(lambda: load.transfer.landed() >= layers or load.transfer.state.is_final)
+
+    def fail_at(self, layer: int) -> None:
+        """The next load's layer of that number fails when the one before it has landed."""
+        self.worker.engine.plant_fault(Direction.RETRIEVE, self.worker.engine.lane(Direction.RETRIEVE).windows + layer)
+
+    def fail_next(self, load: Load) -> None:
+        """One more layer of the load lands, and the planted fault behind it is met; what it issued drains too."""
+        self.worker.engine.grant(Direction.RETRIEVE, 2)
+        self.wait_until(lambda: load.transfer.state.is_final)
+
+    def wait_until(self, holds: Any) -> None:
+        tick = threading.Event()
+        for _ in range(int(_BOUND_S * 1000)):
+            if holds():
+                return
+            tick.wait(0.001)
+        raise AssertionError("it did not come to hold in time")
+
+    def release(self, name: str, layers: int = 1) -> None:
+        """The request's load begins, its first layers land, and it is reported received; the rest is frozen."""
+        self.step()
+        load = self.load_of(name)
+        self.land(load, layers)
+        self.step()
+        assert load.reported
+
+    @contextmanager
+    def landing_on_demand(self) -> Iterator[list[tuple[str, int]]]:
+        """A layer lands when it is waited for, and not before; yields what was waited for."""
+        waited: list[tuple[str, int]] = []
+        loads = self.worker.loads
+        original = loads._wait
+
+        def wait(load: Load, layer: int) -> None:
+            waited.append((load.order.request, layer))
+            self.wait_until(lambda: load.transfer is not None or load.submitted.done())
+            if load.transfer is not None and not load.transfer.state.is_final and load.transfer.landed() <= layer:
+                self.land(load, layer + 1)
+            original(load, layer)
+
+        loads._wait = wait
+        try:
+            yield waited
+        finally:
+            del loads._wait
+
+    @contextmanager
+    def without(self, *rules: str) -> Iterator[None]:
+        """These rules are off."""
+        off = replace(ALL_RULES, **dict.fromkeys(rules, False))
+        owners = (self.side, self.side.book, self.worker.loads)
+        for owner in owners:
+            owner._rules = off
+        try:
+            yield
+        finally:
+            for owner in owners:
+                owner._rules = ALL_RULES
+            self.worker.loads.bad_blocks |= self.side._bad_blocks  # what a rule that was off has forgotten
+
+    @contextmanager
+    def no_block_for(self, name: str) -> Iterator[None]:
+        """The engine finds no free block for the request: it is promoted, and not scheduled."""
+        manager = self.scheduler.kv_cache_manager
+        original = manager.allocate_slots
+
+        def allocate(request: Any, *arguments: Any, **keywords: Any) -> Any:
+            if request.request_id == name or request.request_id.startswith(f"{name}-"):
+                return None
+            return original(request, *arguments, **keywords)
+
+        manager.allocate_slots = allocate
+        try:
+            yield
+        finally:
+            manager.allocate_slots = original
+
+    def abort(self, name: str) -> None:
+        self.llm.llm_engine.abort_request([self.request(name).request_id], internal=True)
+
+    def close(self) -> None:
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self.llm.llm_engine.engine_core.shutdown()
+        del self.llm
+        cleanup_dist_env_and_memory()
+        gc.collect()
