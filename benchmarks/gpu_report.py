@@ -2,13 +2,14 @@
 """Everything that only a GPU can show, in one run: tests, a memory checker, planted faults, stress, figures.
 
   gpu_report.py [--device cuda:0] [--out out] [--steps tests,sanitizer,mutants,stress,bench,calibrate]
-                [--stress-seconds 240] [--arch native]
+                [--stress-seconds 240] [--arch native] [--faults out/faults]
 
 Run it from the root of a checkout, in an environment that has Lamella with its CUDA library, torch and the dev extra.
 Writes OUT/gpu-report.json, OUT/bench-transfer.json and OUT/profile.json. The report carries a digest of the native
 sources; copied to benchmarks/results/gpu-report.json it is what `make test` compares with the sources it finds.
 
 Steps that must have the GPU to themselves (bench, calibrate) come last; before them stress runs beside the others.
+The step build-faults needs no GPU: it leaves the libraries with planted faults in FAULTS; mutants builds what is not there.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,12 +30,17 @@ from pathlib import Path
 from typing import Any
 
 from lamella.cuda_ext.device import Device
-from lamella.cuda_ext.provenance import provenance_of
+from lamella.cuda_ext.provenance import provenance_of, source_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 STEPS = ("tests", "sanitizer", "mutants", "stress", "bench", "calibrate")
+BUILD = "build-faults"
 LAWS = "tests/gpu/test_engine_laws.py"
-SANITIZED = "each_method or left_to_itself or straight_into_blocks"
+SANITIZED = {
+    "memcheck": "each_method or left_to_itself or straight_into_blocks",
+    # initcheck does not see what cudaMemcpyBatchAsync writes, and would call every byte of it uninitialised.
+    "initcheck": "one_by_one",
+}
 
 
 def run(command: list[str], log: Path, timeout_s: float, **variables: str) -> int:
@@ -90,46 +97,73 @@ def step_tests(out: Path, _: argparse.Namespace) -> dict[str, Any]:
 def step_sanitizer(out: Path, _: argparse.Namespace) -> dict[str, Any]:
     """The laws' own properties, fewer examples, under compute-sanitizer."""
     found = {}
-    for tool in ("memcheck", "initcheck"):
+    for tool, tests in SANITIZED.items():
         log, path = out / f"{tool}.log", out / f"{tool}.xml"
         command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", "--target-processes", "all"]
         code = run(
-            command + pytest_command(LAWS, "-k", SANITIZED, f"--junitxml={path}"), log, 300, HYPOTHESIS_PROFILE="dev"
+            command + pytest_command(LAWS, "-k", tests, f"--junitxml={path}"), log, 300, HYPOTHESIS_PROFILE="dev"
         )
         summaries = re.findall(r"ERROR SUMMARY: (\d+) error", log.read_text())
         found[tool] = {"exit_code": code, "errors": sum(map(int, summaries)) if summaries else None, **junit(path)}
     return found
 
 
-def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """Faults planted into the header that kernels and planner share, each built and tried with the laws on the GPU."""
+def planted_faults() -> list[Any]:
+    """Those of the header that kernels and planner share."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from mutants import HEADER, MUTANTS, plant  # type: ignore[import-not-found]
+    from mutants import HEADER, MUTANTS  # type: ignore[import-not-found]
+
+    return [mutant for mutant in MUTANTS if mutant.path == HEADER]
+
+
+def fault_library(mutant: Any, options: argparse.Namespace) -> Path:
+    """The folder of the CUDA library with the fault in it, built unless it is there for exactly these sources.
+
+    Raises:
+        RuntimeError: it does not build.
+    """
+    from mutants import plant
+
+    with tempfile.TemporaryDirectory() as temporary:
+        package = plant(mutant, Path(temporary))
+        folder = options.faults / re.sub(r"[^a-z0-9]+", "-", mutant.name.lower())
+        digest, stamp = source_digest(package / "cuda_ext" / "csrc"), folder / "sources"
+        if stamp.is_file() and stamp.read_text() == digest:
+            return folder
+        folder.mkdir(parents=True, exist_ok=True)
+        build, log = Path(temporary) / "build", folder / "build.log"
+        configure = ["cmake", "-S", str(package / "cuda_ext"), "-B", str(build), "-DLAMELLA_CUDA=ON"]
+        configure += [f"-DCMAKE_CUDA_ARCHITECTURES={options.arch}", "-DCMAKE_BUILD_TYPE=Release"]
+        if run(configure, log, 60) or run(
+            ["cmake", "--build", str(build), "--target", "lamella_cuda", "-j2"], log, 900
+        ):
+            raise RuntimeError(f"{mutant.name} does not build: {log.read_text()[-600:]}")
+        shutil.copy(build / "liblamella_cuda.so", folder)
+        stamp.write_text(digest)
+        return folder
+
+
+def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each planted fault, tried with the laws on the GPU until one of them fails."""
 
     def try_one(mutant: Any) -> dict[str, Any]:
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = Path(temporary)
-            package = plant(mutant, folder)
-            build, log = folder / "build", out / f"mutant-{abs(hash(mutant.name)) % 10**8}.log"
-            configure = ["cmake", "-S", str(package / "cuda_ext"), "-B", str(build), "-DLAMELLA_CUDA=ON"]
-            configure += [f"-DCMAKE_CUDA_ARCHITECTURES={options.arch}", "-DCMAKE_BUILD_TYPE=Release"]
-            built = run(configure, log, 60) or run(["cmake", "--build", str(build), "-j2"], log, 300)
-            if built:
-                return {"name": mutant.name, "killed": False, "why": f"did not build: {log.read_text()[-300:]}"}
-            path = folder / "laws.xml"
-            run(
-                pytest_command(LAWS, "-x", f"--junitxml={path}"),
-                log,
-                200,
-                LAMELLA_LIBRARY_DIR=str(build),
-                HYPOTHESIS_PROFILE="verdict",
-            )
-            log.unlink()
-            failed = junit(path)["failed"]
-            return {"name": mutant.name, "killed": bool(failed), "why": failed[0] if failed else "every law held"}
+        try:
+            folder = fault_library(mutant, options)
+        except RuntimeError as failure:
+            return {"name": mutant.name, "killed": False, "why": str(failure)}
+        path = out / f"{folder.name}.xml"
+        run(
+            pytest_command(LAWS, "-x", f"--junitxml={path}"),
+            out / f"{folder.name}.log",
+            200,
+            LAMELLA_LIBRARY_DIR=str(folder.resolve()),
+            HYPOTHESIS_PROFILE="verdict",
+        )
+        failed = junit(path)["failed"]
+        return {"name": mutant.name, "killed": bool(failed), "why": failed[0] if failed else "every law held"}
 
     with ThreadPoolExecutor(max(1, min(6, len(os.sched_getaffinity(0)) // 2))) as pool:
-        return list(pool.map(try_one, [mutant for mutant in MUTANTS if mutant.path == HEADER]))
+        return list(pool.map(try_one, planted_faults()))
 
 
 def step_stress(out: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
@@ -161,11 +195,16 @@ def main() -> int:
     parser.add_argument("--steps", default=",".join(STEPS))
     parser.add_argument("--stress-seconds", type=float, default=240)
     parser.add_argument("--arch", default="native", help="CUDA architecture that planted faults are built for")
+    parser.add_argument("--faults", type=Path, default=ROOT / "out" / "faults", help="libraries with planted faults")
     parser.add_argument("--bench-options", default="", help="further options of lamella bench transfer")
     options = parser.parse_args()
     steps = options.steps.split(",")
-    if unknown := set(steps) - set(STEPS):
-        parser.error(f"steps are {', '.join(STEPS)}, got {', '.join(sorted(unknown))}")
+    if unknown := set(steps) - {*STEPS, BUILD}:
+        parser.error(f"steps are {', '.join(STEPS)} and {BUILD}, got {', '.join(sorted(unknown))}")
+    if BUILD in steps:
+        for mutant in planted_faults():
+            print(fault_library(mutant, options), flush=True)
+        return 0
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
     provenance = provenance_of(Device(options.device), ["benchmarks/gpu_report.py", *sys.argv[1:]], ROOT)

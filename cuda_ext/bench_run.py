@@ -26,7 +26,8 @@ from lamella.cuda_ext.provenance import provenance_of
 from lamella.reference.plan import Direction
 
 LOADS = (IDLE, HERE, ELSEWHERE)
-HOST_SHAPE = next(shape for shape in SMALL_SHAPES if shape.name.startswith("hidden 128") and "256" in shape.name)
+MANY_OBJECTS_SHAPE = next(shape for shape in SMALL_SHAPES if shape.name == "hidden 128 (TP 8), chunk 256")
+_MOST_LONG_OBJECTS = 64  # of the main shape: 2 GiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,8 @@ def run_bench(
     for num_objects in scope.host_objects:
         for carrier in Carrier:
             progress(f"host cost of {num_objects} objects, {carrier.name.lower()} carrier")
-            host.append(host_cost(device, scope.cut(HOST_SHAPE), num_objects, carrier, settings))
+            shape = MAIN_SHAPES[0] if num_objects <= _MOST_LONG_OBJECTS else MANY_OBJECTS_SHAPE
+            host.append(host_cost(device, scope.cut(shape), num_objects, carrier, settings))
     return BenchReport(
         provenance_of(device, command, checkout), tuple(rows), tuple(slowdowns), tuple(host), tuple(skipped)
     )

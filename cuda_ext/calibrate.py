@@ -30,6 +30,7 @@ RUNS = tuple(1 << power for power in range(11, 20))
 
 _MOST_RUNS = 32768  # of one measurement: enough for a rate, few enough for short runs
 _GATHER_LAYERS = 4
+_TOKEN_BYTES = 2048  # of one layer and kv: 8 heads of 128, bf16
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +194,11 @@ def _probe_curve(
 
 
 def _gather_shape(run_bytes: int) -> BenchShape:
-    """Objects of one run a layer, as long as asked."""
-    block_tokens = 16
-    geometry = KVGeometry(_GATHER_LAYERS, 1, 1, run_bytes // (2 * block_tokens), 2, block_tokens)
-    return BenchShape(f"runs of {run_bytes}", geometry, "NTD", "NTD", block_tokens)
+    """Objects of one run a layer, as long as asked, of tokens of at most 2 KiB, one block an object."""
+    token_bytes = min(run_bytes, _TOKEN_BYTES)
+    tokens = run_bytes // token_bytes
+    geometry = KVGeometry(_GATHER_LAYERS, 1, 1, token_bytes // 2, 2, tokens)
+    return BenchShape(f"runs of {run_bytes}", geometry, "NTD", "NTD", tokens)
 
 
 def _gather_curve(device: Device, settings: CalibrationSettings) -> CopyCurve:

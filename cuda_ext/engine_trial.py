@@ -96,7 +96,9 @@ class PlacedTrial:
         self._host_memory.close()
 
 
-def engine_for(device: Device, case: TransferCase, carrier: Carrier = Carrier.EVENT) -> TransferEngine:
+def engine_for(
+    device: Device, case: TransferCase, carrier: Carrier = Carrier.EVENT, batch_entries: int = 64
+) -> TransferEngine:
     """An engine whose lanes have the case's staging budget and windows."""
     return TransferEngine(
         device.name,
@@ -104,6 +106,7 @@ def engine_for(device: Device, case: TransferCase, carrier: Carrier = Carrier.EV
         window_bytes=case.staging_bytes // case.num_windows,
         carrier=carrier,
         deadline_s=TIMEOUT_S,
+        batch_entries=batch_entries,
     )
 
 
@@ -144,7 +147,11 @@ def submit_all(
 
 
 def run_on_device(
-    device: Device, trial: Trial, method: CopyMethod = CopyMethod.AUTO, carrier: Carrier = Carrier.EVENT
+    device: Device,
+    trial: Trial,
+    method: CopyMethod = CopyMethod.AUTO,
+    carrier: Carrier = Carrier.EVENT,
+    batch_entries: int = 64,
 ) -> Difference | None:
     """XFER-1 on a device: None if the engine left exactly the oracle's bytes, in blocks, objects and the gaps.
 
@@ -152,7 +159,7 @@ def run_on_device(
         ValueError: the method does not allow these blocks; nothing was moved.
         TransferStopped, TimeoutError: a transfer failed or did not end.
     """
-    with PlacedTrial(device, trial) as placed, engine_for(device, trial.case, carrier) as engine:
+    with PlacedTrial(device, trial) as placed, engine_for(device, trial.case, carrier, batch_entries) as engine:
         for transfer in submit_all(engine, placed, method):
             transfer.wait(TIMEOUT_S)
         left = placed.left()

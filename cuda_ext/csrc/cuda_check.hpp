@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <cstdint>
+
 #include "lamella/errors.hpp"
 
 namespace lamella {

@@ -1,9 +1,9 @@
 // Device memory on the CPU device: host memory, so that the pool, the benchmarks and their tests run anywhere.
 // In the CUDA library these functions are the CUDA device's.
 #ifndef LAMELLA_WITH_CUDA
-#include <sys/mman.h>
 #include <unistd.h>
 
+#include <cstdint>
 #include <cstring>
 #include <new>
 

@@ -2,6 +2,7 @@
 // no call leaves a context on device 0 when another one is meant.
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <cstdio>
 
 #include "cuda_check.hpp"

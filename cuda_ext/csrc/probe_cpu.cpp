@@ -3,6 +3,7 @@
 #ifndef LAMELLA_WITH_CUDA
 #include <atomic>
 #include <chrono>
+#include <cstdint>
 #include <cstring>
 #include <thread>
 #include <vector>

@@ -1,6 +1,8 @@
 // What both libraries share of the raw copies: the checks.
 #pragma once
 
+#include <cstdint>
+
 #include "lamella/errors.hpp"
 
 namespace lamella {
