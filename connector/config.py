@@ -8,16 +8,31 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
+from lamella.connector.storage.tier_url import TierUrl
 from lamella.reference.slices import Slice, parse_width, plan_slices
 
 _LOADING_TWICE = (
     "enable_async_loading and use_layerwise both decide when a load joins the engine's step: asynchronous loading "
     "parks the request until everything is there, layerwise lets it run at once and gates each layer. Switch one off"
 )
+
+_SWITCHES = ("use_layerwise", "enable_blending", "enable_async_loading", "use_gpu", "save_partial_chunk", "promote")
+_WHOLE_NUMBERS = {
+    "pool_objects": 1,
+    "layer_buffers": 1,
+    "io_threads": 1,
+    "breaker_failures": 1,
+    "blend_tokens": 1,
+    "max_pending_put_bytes": 1,
+    "local_file_max_bytes": 1,
+    "remote_retries": 0,
+}
+_SECONDS = ("breaker_retry_s", "wait_timeout_s", "remote_timeout_s", "local_file_ttl_s", "remote_ttl_s")
+_MAY_BE_NONE = ("local_file_max_bytes", "local_file_ttl_s", "remote_ttl_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +51,15 @@ class CacheSettings:
         save_partial_chunk: the last, shorter chunk of a sequence is stored too.
         pool_objects: objects that the pinned pool holds.
         layer_buffers: host buffers, each for one chunk's slice, into which slower tiers are read.
+        promote: what a load brings from a slower tier stays in the pool and goes to nearer tiers.
+        max_pending_put_bytes: of the objects that wait for one tier; what is stored beyond is not sent there.
         local_file_folder: where the file tier keeps objects; None: no file tier.
+        local_file_max_bytes: limit of that folder; None: the disk's.
+        local_file_ttl_s: how long an object is kept there; None: without end.
+        remote_tier: URL of a tier behind the files, see `lamella.connector.storage.tier_url`; None: none.
+        remote_ttl_s: how long an object is kept there; None: as long as the server does.
+        remote_timeout_s: bound of each call to it, retries included.
+        remote_retries: attempts after one that failed.
         io_threads: threads that read from and write to slower tiers.
         breaker_failures: failures in a row after which a tier is left alone.
         breaker_retry_s: for how long, until it is tried again.
@@ -56,28 +79,44 @@ class CacheSettings:
     save_partial_chunk: bool = False
     pool_objects: int = 256
     layer_buffers: int = 64
+    promote: bool = True
+    max_pending_put_bytes: int = 1 << 30
     local_file_folder: Path | None = None
+    local_file_max_bytes: int | None = None
+    local_file_ttl_s: float | None = None
+    remote_tier: str | None = field(default=None, repr=False)  # may hold a password
+    remote_ttl_s: float | None = None
+    remote_timeout_s: float = 5.0
+    remote_retries: int = 1
     io_threads: int = 2
     breaker_failures: int = 3
     breaker_retry_s: float = 30.0
     wait_timeout_s: float = 10.0
 
     def __post_init__(self) -> None:
-        for name in ("use_layerwise", "enable_blending", "enable_async_loading", "use_gpu", "save_partial_chunk"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
-        for name in ("pool_objects", "layer_buffers", "io_threads", "breaker_failures", "blend_tokens"):
+        for name, least in _WHOLE_NUMBERS.items():
             value = getattr(self, name)
+            if value is None and name in _MAY_BE_NONE:
+                continue
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be a whole number, got {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, got {value}")
-        for name in ("breaker_retry_s", "wait_timeout_s"):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
+        for name in _SECONDS:
             seconds = getattr(self, name)
+            if seconds is None and name in _MAY_BE_NONE:
+                continue
             if isinstance(seconds, bool) or not isinstance(seconds, int | float):
                 raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {seconds}")
+        if self.remote_tier is not None:
+            if not isinstance(self.remote_tier, str):
+                raise TypeError(f"remote_tier must be a URL or None, got a {type(self.remote_tier).__name__}")
+            TierUrl.parse(self.remote_tier)
         if self.local_file_folder is not None and not isinstance(self.local_file_folder, Path):
             raise TypeError(f"local_file_folder must be a path or None, got {self.local_file_folder!r}")
         parsed = self._parsed_width()
@@ -94,7 +133,7 @@ class CacheSettings:
         (Slice(first_layer=0, num_layers=1), Slice(first_layer=1, num_layers=1), Slice(first_layer=2, num_layers=2), \
 Slice(first_layer=4, num_layers=1))
         """
-        known = [field.name for field in fields(cls)]
+        known = [one.name for one in fields(cls)]
         for name in values:
             if name not in known:
                 near = difflib.get_close_matches(str(name), known, n=1)
@@ -124,6 +163,10 @@ Slice(first_layer=4, num_layers=1))
         return width
 
     def _refuse_combinations(self, width: int | tuple[int, ...]) -> None:
+        if self.local_file_folder is None and (self.local_file_max_bytes or self.local_file_ttl_s):
+            raise ValueError("local_file_max_bytes and local_file_ttl_s limit a folder: give local_file_folder")
+        if self.remote_tier is None and self.remote_ttl_s:
+            raise ValueError("remote_ttl_s means nothing without remote_tier")
         if self.enable_async_loading and self.use_layerwise:
             raise ValueError(_LOADING_TWICE)
         if self.enable_async_loading:

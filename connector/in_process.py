@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
@@ -17,8 +17,11 @@ from lamella.connector.slice_objects import slice_layout
 from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.layer_buffers import LayerBuffers
+from lamella.connector.storage.metrics import MeteredTier, TierCounts
+from lamella.connector.storage.object_format import layer_runs
 from lamella.connector.storage.storage_manager import StorageManager
 from lamella.connector.storage.tier import Tier
+from lamella.connector.storage.tier_url import open_tier
 from lamella.connector.streams import ComputeStream, Recorder
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.engine import TransferEngine
@@ -42,7 +45,7 @@ class InProcessCache:
         caches: the engine's paged cache of each kernel group.
         device: what the caches are on, `"cpu"` or `"cuda:N"`.
         compute_stream: where the engine computes; None only on the CPU.
-        tiers: slower tiers besides the file tier of the settings, behind it.
+        tiers: slower tiers besides those of the settings, behind them; closed with the cache.
         recorder: takes the spans of what moved.
         clock_ns: a monotonic clock, for the circuit breakers.
 
@@ -75,12 +78,8 @@ class InProcessCache:
         with ExitStack() as opened:
             registrar = Device(device).registrar()
             numa_node = Device(device).numa_node()
-            all_tiers: list[Tier] = list(tiers)
-            if settings.local_file_folder is not None:
-                all_tiers.insert(0, FileTier(settings.local_file_folder, layout.object_bytes))
-            guarded = [GuardedTier(tier, breaker(tier.name)) for tier in all_tiers]
-            for tier in guarded:
-                opened.callback(tier.close)
+            self._metered = [MeteredTier(tier) for tier in _open_tiers(settings, layout, tiers, opened)]
+            guarded = [GuardedTier(tier, breaker(tier.name)) for tier in self._metered]
             self.pool = HostPool(layout, settings.pool_objects, registrar=registrar, numa_node=numa_node)
             opened.callback(self.pool.close)
             buffers: LayerBuffers | None = None
@@ -114,7 +113,13 @@ class InProcessCache:
                 )
             opened.callback(connector.close)
             self.storage = StorageManager(
-                self.pool, guarded, buffers, io_threads=settings.io_threads, timeout_s=timeout_s
+                self.pool,
+                guarded,
+                buffers,
+                io_threads=settings.io_threads,
+                timeout_s=timeout_s,
+                promote=settings.promote,
+                max_pending_put_bytes=settings.max_pending_put_bytes,
             )
             opened.callback(self.storage.close)
             self.cache_engine = CacheEngine(
@@ -129,6 +134,10 @@ class InProcessCache:
             opened.callback(self.hooks.abort)
             self._opened = opened.pop_all()
 
+    def tier_counts(self) -> dict[str, TierCounts]:
+        """What each tier was asked and how it answered so far, the nearest first."""
+        return {tier.name: tier.counts() for tier in self._metered}
+
     def close(self) -> None:
         """An open step is aborted, reads and puts under way have ended, and everything is given back.
 
@@ -142,3 +151,30 @@ class InProcessCache:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+
+def _open_tiers(
+    settings: CacheSettings, layout: ObjectLayout, more: Sequence[Tier], opened: ExitStack
+) -> Iterator[Tier]:
+    """The settings' tiers and those given, nearest first; each is closed with `opened`."""
+    if settings.local_file_folder is not None:
+        yield FileTier(
+            settings.local_file_folder,
+            layout.object_bytes,
+            layer_runs(layout),
+            max_bytes=settings.local_file_max_bytes,
+            ttl_s=settings.local_file_ttl_s,
+        )
+    if settings.remote_tier is not None:
+        remote = open_tier(
+            settings.remote_tier,
+            layout,
+            ttl_s=settings.remote_ttl_s,
+            timeout_s=settings.remote_timeout_s,
+            retries=settings.remote_retries,
+        )
+        opened.callback(remote.close)
+        yield remote
+    for tier in more:
+        opened.callback(tier.close)
+        yield tier

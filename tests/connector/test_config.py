@@ -56,6 +56,11 @@ def test_asynchronous_and_layerwise_loading_together_are_refused_with_the_reason
         ({"use_layerwise": True, "layers_per_slice": "1,x"}, "got '1,x'"),
         ({"io_threads": 0}, "io_threads must be at least 1, got 0"),
         ({"wait_timeout_s": 0}, "wait_timeout_s must be positive and finite, got 0"),
+        ({"local_file_max_bytes": 0, "local_file_folder": "/kv"}, "local_file_max_bytes must be at least 1, got 0"),
+        ({"local_file_ttl_s": 60}, "give local_file_folder"),
+        ({"remote_ttl_s": 60}, "means nothing without remote_tier"),
+        ({"remote_retries": -1}, "remote_retries must be at least 0"),
+        ({"remote_tier": "ftp://host"}, "a tier's URL begins with one of"),
         ({"breaker_retry_s": float("inf")}, "breaker_retry_s must be positive and finite, got inf"),
     ],
 )
@@ -79,3 +84,7 @@ def test_true_is_no_number(name: str) -> None:
 def test_a_width_beyond_the_stage_is_refused_when_the_layers_are_known() -> None:
     with pytest.raises(ValueError, match="between 1 and 4, got 8"):
         CacheSettings(use_layerwise=True, layers_per_slice=8).slices(4)
+
+
+def test_a_password_stays_out_of_what_is_printed() -> None:
+    assert "sesame" not in repr(CacheSettings(remote_tier="redis://:sesame@host:6379/0"))

@@ -13,6 +13,7 @@ from lamella.connector.in_process import InProcessCache
 from lamella.connector.layer_hooks import StepReport, StepRequest
 from lamella.connector.layerwise import LayerwiseConnector
 from lamella.connector.storage.circuit import CircuitState, GuardedTier
+from storage_servers import REDIS_MISSING, redis_server
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -33,7 +34,13 @@ def step(cache: InProcessCache, run: Deployment, tokens: list[int], table: list[
 
 
 @pytest.mark.parametrize(
-    "values", [{}, {"use_layerwise": True}, {"use_layerwise": True, "layers_per_slice": "1,2", "use_gpu": False}]
+    "values",
+    [
+        {"promote": False},
+        {"use_layerwise": True},
+        {"use_layerwise": True, "promote": False},
+        {"use_layerwise": True, "layers_per_slice": "1,2", "use_gpu": False},
+    ],
 )
 def test_what_one_process_stored_another_one_loads_from_its_files(values: dict[str, Any], tmp_path: Path) -> None:
     settings = CacheSettings.from_mapping({**values, "local_file_folder": str(tmp_path / "kv"), "pool_objects": 4})
@@ -43,7 +50,28 @@ def test_what_one_process_stored_another_one_loads_from_its_files(values: dict[s
             assert step(cache, run, TOKENS, THERE) == StepReport({"a": 15}, {}, {"a": 0})
         run.cache[:] = 0
         with InProcessCache(settings, run.space, run.layout, run.caches) as cache:
-            assert step(cache, run, TOKENS, THERE) == StepReport({"a": 15}, {}, {"a": 4}), "the chunk of the last token"
+            again = 0 if settings.promote else 4  # the last token's chunk, unless the load leaves it in the pool
+            assert step(cache, run, TOKENS, THERE) == StepReport({"a": 15}, {}, {"a": again})
+            assert cache.cache_engine.lookup(TOKENS) == 16
+            cache.storage.flush(10)
+            counts = cache.tier_counts()[f"file:{tmp_path / 'kv'}"]
+            assert (counts.found > 0, counts.reads > 0, counts.failures, counts.damaged) == (True, True, 0, 0)
+
+
+@pytest.mark.skipif(REDIS_MISSING is not None, reason=str(REDIS_MISSING))
+def test_files_and_a_server_stand_behind_the_pool_and_what_the_server_brings_is_filed(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server, Deployment() as run:
+        values = {"use_layerwise": True, "remote_tier": server.url, "pool_objects": 8}
+        with InProcessCache(CacheSettings.from_mapping(values), run.space, run.layout, run.caches) as cache:
+            assert step(cache, run, TOKENS, HERE).stored == {"a": 16}
+            cache.storage.flush(10)
+        run.cache[:] = 0
+        settings = CacheSettings.from_mapping({**values, "local_file_folder": str(tmp_path / "kv")})
+        with InProcessCache(settings, run.space, run.layout, run.caches) as cache:
+            assert step(cache, run, TOKENS, THERE).loaded == {"a": 15}
+            cache.storage.flush(10)
+            assert [tier.name.split(":")[0] for tier in cache.storage.tiers] == ["file", "redis"]
+            assert cache.storage.tiers[0].exists(cache.cache_engine.keys_of(TOKENS)) == (True,) * 4
 
 
 def test_settings_choose_the_connector_and_its_slices() -> None:
