@@ -9,7 +9,7 @@ Writes OUT/gpu-report.json, OUT/bench-transfer.json and OUT/profile.json. The re
 sources; copied to benchmarks/results/gpu-report.json it is what `make test` compares with the sources it finds.
 
 Steps that must have the GPU to themselves (bench, calibrate) come last; before them stress runs beside the others.
-The step build-faults needs no GPU: it leaves the libraries with planted faults in FAULTS; mutants builds what is not there.
+The step build-faults needs no GPU: it leaves libraries with planted faults in FAULTS; mutants builds what is not there.
 """
 
 from __future__ import annotations
