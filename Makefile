@@ -3,6 +3,7 @@
 # make dev         an editable environment in .venv, for working on Lamella
 # make native      rebuild the native libraries of the editable environment
 # make lint        ruff and mypy --strict
+# make test-vllm   the connector inside a real vLLM engine, its CPU build (Python 3.11, 1.9 GB)
 # make test-slow   the slow tests as well, with the nightly Hypothesis profile
 #
 # demo, test and lint use .venv-wheel, which holds the built wheel and never your editable install.
@@ -12,7 +13,7 @@ SHELL := /bin/bash
 ENV := .venv-wheel
 DEV := .venv
 .DEFAULT_GOAL := help
-.PHONY: help prepare demo test test-slow lint dev native clean
+.PHONY: help prepare demo test test-slow test-vllm lint dev native clean
 
 help:
 	@sed -n 's/^# \{0,1\}//p' Makefile
@@ -41,6 +42,10 @@ test-slow: lint
 	@.ci/services
 	@HYPOTHESIS_PROFILE=nightly LAMELLA_WHEEL=$$(echo dist/*.whl) $(ENV)/bin/pytest --timeout 3600
 
+test-vllm: prepare
+	@.ci/prepare-vllm .venv-vllm-wheel
+	@.venv-vllm-wheel/bin/pytest -p no:asyncio tests/with_vllm
+
 dev:
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
 	@$(DEV)/bin/pip install -qq --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
@@ -51,4 +56,4 @@ native:
 	@$(DEV)/bin/pip install -qq --no-build-isolation --no-deps -e .
 
 clean:
-	rm -rf build dist .venv-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis out
+	rm -rf build dist .venv-wheel .venv-vllm-wheel .mypy_cache .ruff_cache .pytest_cache .hypothesis out
