@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from lamella.cli._refusal import check_writable
 from lamella.reference.profile import DeviceProfile
 from lamella.sim.profiles import DEFAULT_PROFILE, load_profile, shipped_profiles
 from lamella.sim.strategies import Device
@@ -42,13 +43,25 @@ def open_device(profile: str, model: str | None, extrapolate: bool) -> Device:
     return Device(found, extrapolate=extrapolate)
 
 
+def check_out(folder: Path, name: str) -> None:
+    """The folder is there, and `write_result` can write to it.
+
+    Raises:
+        OSError: it cannot be made, or its files cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for suffix in (".json", ".png"):
+        check_writable(folder / f"{name}{suffix}")
+
+
 def write_result(folder: Path, name: str, document: dict[str, Any], draw: Callable[[Path], None]) -> None:
     """`name`.json and, where matplotlib is there, `name`.png lie in the folder; what was written is said on stdout.
 
+    Call `check_out` before the work.
+
     Raises:
-        OSError: the folder or a file cannot be written.
+        OSError: a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     written = [folder / f"{name}.json"]
     written[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     picture = folder / f"{name}.png"

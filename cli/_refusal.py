@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import typer
 
@@ -20,5 +21,21 @@ def refuse_bad_input() -> Iterator[None]:
     """
     try:
         yield
-    except (ValueError, OSError) as mistake:
+    except OSError as mistake:
+        where = f"{mistake.filename}: " if mistake.filename else ""
+        raise typer.BadParameter(f"{where}{mistake.strerror or mistake}") from mistake
+    except ValueError as mistake:
         raise typer.BadParameter(str(mistake)) from mistake
+
+
+def check_writable(path: Path) -> None:
+    """The file can be written at the end of the work: what is there keeps its bytes, and nothing is left that was not.
+
+    Raises:
+        OSError: it cannot; its folder is not there, or it is a folder itself.
+    """
+    was_there = path.exists()
+    with path.open("ab"):
+        pass
+    if not was_there:
+        path.unlink()

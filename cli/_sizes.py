@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 
+LEAST_MEASURED_BYTES = 64 << 10
+"""Less is the cost of a call, not a rate."""
+
 _UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+
+
+def parse_measured_bytes(text: str, copies: int) -> int:
+    """Bytes to measure with, enough for a measurement and so few that `copies` of them fit into this machine's memory.
+
+    Raises:
+        ValueError: as `parse_bytes`, or too few or too many.
+    """
+    num_bytes = parse_bytes(text)
+    most = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // copies
+    if not LEAST_MEASURED_BYTES <= num_bytes <= most:
+        raise ValueError(
+            f"the size must be between {LEAST_MEASURED_BYTES >> 10} KiB and {most >> 20} MiB, of which this machine's "
+            f"memory holds {copies}; got {text!r}"
+        )
+    return num_bytes
 
 
 def parse_bytes(text: str) -> int:

@@ -120,6 +120,13 @@ def build_case(scope: Scope, max_bytes: int) -> TransferCase:
     """
     if scope.num_tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {scope.num_tokens}")
+    if scope.seed < 0:
+        raise ValueError(f"seed must be at least 0, got {scope.seed}")
+    if scope.num_blocks is not None and scope.num_blocks < 1:
+        raise ValueError(f"num_blocks must be at least 1, got {scope.num_blocks}")
+    # Before the tables: those of more tokens than memory holds would not fit either.
+    token_bytes = sum(group.geometry.token_bytes for group in scope.layout.groups)
+    _check_memory(scope, _COPIES * scope.num_tokens * token_bytes, max_bytes)
     sizes = [group.block_tokens for group in scope.layout.groups]
     if scope.block_ids is not None:
         tables = tuple(scope.block_ids for _ in sizes)
@@ -142,15 +149,19 @@ def build_case(scope: Scope, max_bytes: int) -> TransferCase:
     )
     for wanted in scope.widths:
         plan_slices(scope.layout.num_layers, wanted or 1)
-    needed_bytes = memory_needed(case)
-    if needed_bytes > max_bytes:
-        fitting = scope.num_tokens * max_bytes // needed_bytes
-        raise ValueError(
-            f"verifying {scope.num_tokens} tokens of this geometry needs {needed_bytes >> 20} MiB, more than the "
-            f"{max_bytes >> 20} MiB allowed; about {fitting} tokens fit, or raise --memory"
-        )
+    _check_memory(scope, memory_needed(case), max_bytes)
     case.check()
     return case
+
+
+def _check_memory(scope: Scope, needed_bytes: int, max_bytes: int) -> None:
+    if needed_bytes > max_bytes:
+        fitting = scope.num_tokens * max_bytes // needed_bytes
+        fewer = f"about {fitting} tokens fit, or " if fitting else ""
+        raise ValueError(
+            f"verifying {scope.num_tokens} tokens of this geometry needs {-(-needed_bytes >> 20)} MiB, more than the "
+            f"{max_bytes / (1 << 20):g} MiB allowed; {fewer}raise --memory"
+        )
 
 
 def _two_requests(scope: Scope, sizes: list[int]) -> tuple[list[TransferRequest], list[int]]:

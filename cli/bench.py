@@ -10,16 +10,10 @@ from typing import Annotated
 import typer
 
 from lamella.cli._device import open_device
-from lamella.cli._refusal import refuse_bad_input
-from lamella.cli._sizes import parse_bytes
+from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._sizes import parse_measured_bytes
 
 _LOADS = {"idle": "idle", "here": "products here", "elsewhere": "products elsewhere"}
-
-
-def _open_report(path: Path | None) -> None:
-    """Refuses a report that could not be written, before minutes are spent on it."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise ValueError(f"the folder of {path} does not exist")
 
 
 def register(app: typer.Typer) -> None:
@@ -53,14 +47,15 @@ def register(app: typer.Typer) -> None:
         from lamella.sim.profiles import load_profile
 
         with refuse_bad_input():
-            _open_report(json_path)
+            if json_path is not None:
+                check_writable(json_path)
             unknown = set(beside.split(",")) - set(_LOADS)
             if unknown:
                 raise ValueError(f"beside names {', '.join(_LOADS)}, got {', '.join(sorted(unknown))}")
             rates = EngineRates.from_profile(load_profile(profile))
             defaults = BenchScope()
             scope = BenchScope(
-                num_bytes=parse_bytes(size),
+                num_bytes=parse_measured_bytes(size, copies=4),
                 loads=tuple(_LOADS[load] for load in beside.split(",")),
                 small=defaults.small if short_runs else (),
                 host_objects=defaults.host_objects if host_cost else (),

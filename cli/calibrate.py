@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 
 from lamella.cli._device import open_device
-from lamella.cli._refusal import refuse_bad_input
-from lamella.cli._sizes import parse_bytes
+from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._sizes import parse_measured_bytes
 
 
 def register(app: typer.Typer) -> None:
@@ -40,10 +40,12 @@ def register(app: typer.Typer) -> None:
         with refuse_bad_input():
             if output.suffix != ".json" or not output.absolute().parent.is_dir():
                 raise ValueError(f"the profile must be a .json file in a folder that exists, got {output}")
+            check_writable(output)
             carried = load_profile(base)
             found = open_device(device)
             wanted = found.is_cuda and found.facts().name not in carried.device if prefill is None else prefill
-            settings = CalibrationSettings(num_bytes=parse_bytes(size), repeats=repeats, prefill=wanted)
+            num_bytes = parse_measured_bytes(size, copies=4)
+            settings = CalibrationSettings(num_bytes, repeats, prefill=wanted)
         profile = measure(
             found,
             output.stem,

@@ -8,8 +8,11 @@ what stands at the top of a verb's module.
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import pkgutil
+import sys
 from typing import Annotated
 
 import typer
@@ -60,5 +63,17 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the ``lamella`` command."""
-    build_app()()
+    """Entry point of the ``lamella`` command; a full disk is one sentence and exit code 1."""
+    try:
+        try:
+            build_app()()
+        finally:
+            if sys.stdout:
+                sys.stdout.flush()
+    except OSError as failure:
+        if failure.errno not in (errno.ENOSPC, errno.EPIPE):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
+        if failure.errno == errno.ENOSPC:
+            print(f"Error: cannot write: {failure.strerror}", file=sys.stderr)
+        sys.exit(1)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
-from lamella.cli._refusal import refuse_bad_input
+from lamella.cli._refusal import check_writable, refuse_bad_input
 from lamella.sim.outcome import ArmResult, remarks
 from lamella.sim.replay import ARMS, ReplayResult, replay
 from lamella.sim.report import describe_profile
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 GIB = 1 << 30
+MOST_GIB = 1 << 30
 ASSUMPTIONS = (
     "a prompt is in its instance's pools from the moment at which its prefill is estimated to be done",
     "loads are submitted at the engine's next poll; stores are not simulated; KV fits",
@@ -52,6 +53,17 @@ def read_workload(trace: Path | None, limit: int | None, seed: int) -> tuple[lis
         sample = generate_conversations(seed)[:limit]
         return sample, f"a generated sample of conversations (no trace given; seed {seed})"
     return load_trace(trace, limit), trace.name
+
+
+def _bytes(gib: float, name: str) -> int:
+    """So many GiB.
+
+    Raises:
+        ValueError: below 0, or more than any machine has.
+    """
+    if not 0 <= gib <= MOST_GIB:
+        raise ValueError(f"{name} must be between 0 and {MOST_GIB:,}, got {gib:g}")
+    return round(gib * GIB)
 
 
 def document(result: ReplayResult, device: Device, settings: dict[str, Any], said: list[str]) -> dict[str, Any]:
@@ -190,14 +202,14 @@ def register(app: typer.Typer) -> None:
                 raise ValueError(f"width must be between 1 and {layers} layers, got {width}")
             requests, name = read_workload(trace, limit, seed)
             requests = scale_rate(requests, rate_scale)
-            sizes = PoolSizes(round(pool_gib * GIB), round(gpu_cache_gib * GIB))
+            sizes = PoolSizes(_bytes(pool_gib, "pool_gib"), _bytes(gpu_cache_gib, "gpu_cache_gib"))
             routing = (
                 choose_instances(requests, device, sizes)
                 if instances is None
                 else route(requests, device, instances, sizes)
             )
             if json_path is not None:
-                json_path.touch()
+                check_writable(json_path)
         with _progress(len(ARMS) * len(routing.requests)) as count:
             result = replay(routing, device, width, count)
         said = remarks(routing, result.arms, device.profile.engine.kv_capacity_tokens)

@@ -14,12 +14,14 @@ from lamella.cli._model import (
     OutOption,
     ProfileOption,
     SeedOption,
+    check_out,
     milliseconds,
     open_device,
     wide_console,
     write_result,
 )
 from lamella.cli._refusal import refuse_bad_input
+from lamella.reference.ordering import ORDERS
 
 
 def register(app: typer.Typer) -> None:
@@ -32,7 +34,7 @@ def simulate(
     new_tokens: Annotated[int, typer.Option(help="Prompt tokens to compute.")] = 768,
     concurrency: Annotated[int, typer.Option(help="Users; each asks again when it has its answer.")] = 4,
     width: Annotated[str, typer.Option(help="Layers per slice: 1, 8, a schedule such as 1,1,2,4, or all.")] = "1",
-    order: Annotated[str, typer.Option(help="Whose slice goes next across requests.")] = "fifo",
+    order: Annotated[str, typer.Option(help=f"Whose slice goes next across requests: {', '.join(ORDERS)}.")] = "fifo",
     release: Annotated[str, typer.Option(help="whole, first, first:K, jit, jit:Nms or jit:step.")] = "first",
     output_tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 50,
     requests: Annotated[int, typer.Option(help="Requests per user.")] = 10,
@@ -61,6 +63,7 @@ def simulate(
         device.check(regime, strategies)
         if requests < 1:
             raise ValueError(f"requests must be at least 1, got {requests}")
+        check_out(out, "simulate")
 
     outcomes = [run_closed_loop(device, regime, strategy, requests, seed) for strategy in strategies]
     asked_for = outcomes[strategies.index(asked)]

@@ -18,6 +18,7 @@ from lamella.cli._model import (
     OutOption,
     ProfileOption,
     SeedOption,
+    check_out,
     open_device,
     wide_console,
     write_result,
@@ -70,12 +71,14 @@ def sweep(
     begun = time.perf_counter()
     with refuse_bad_input():
         device = open_device(profile, model, extrapolate)
+        tried = [parse_strategy(text) for text in strategy] if strategy else CANDIDATES
+        check_out(out, "sweep")
         regime_map = map_regimes(
             device,
             hit_tokens,
             _numbers(concurrency, "concurrency", int),
             _numbers(ratios, "ratio", float) if ratios else reachable_ratios(device, hit_tokens, 20),
-            [parse_strategy(text) for text in strategy] if strategy else CANDIDATES,
+            tried,
         )
     mapped = time.perf_counter()
     checked = check_in_world(device, regime_map, seed)

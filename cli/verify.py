@@ -26,6 +26,7 @@ from lamella.reference.models import MODELS, find_model
 from lamella.reference.slices import parse_width
 
 SCHEMA_VERSION = 1
+MOST_LAYERS = 1024
 
 
 def register(app: typer.Typer) -> None:
@@ -136,6 +137,8 @@ def _own_geometry(
 ) -> ObjectLayout:
     if layers is None or heads is None or head_dim is None:
         raise ValueError("name --model, or a geometry with --layers, --heads and --head-dim")
+    if not 1 <= layers <= MOST_LAYERS:
+        raise ValueError(f"layers must be between 1 and {MOST_LAYERS}, got {layers}")
     geometry = KVGeometry(layers, kv, heads, head_dim, element_bytes, chunk_tokens)
     return ObjectLayout.single(geometry, block_tokens)
 
@@ -231,7 +234,10 @@ def _print_table(rows: list[Row], wall_ns: int) -> None:
 def _print_end(rows: list[Row], broken: Row | None) -> None:
     if broken is None:
         moved = sum(row.bytes_moved for row in rows)
-        typer.echo(f"Every law holds: {_size(moved)} moved, no byte differs.")
+        if moved:
+            typer.echo(f"Every law holds: {_size(moved)} moved, no byte differs.")
+        else:
+            typer.echo("No byte was to be moved, and none was: every token is skipped or in a null block.")
         return
     typer.echo(f"BROKEN: {broken.law} ({broken.executor}): {broken.broken}")
     typer.echo("The smallest case found that shows it:")

@@ -131,6 +131,10 @@ def host_objects_struct(objects: HostObjects) -> _library.HostObjectsStruct:
     )
 
 
+MAX_THREADS = 1024
+"""As `lm_cpu_execute` has it; checked here too, since a larger number would be cut to 32 bits on its way there."""
+
+
 class NativeExecutor:
     """The C++ executor: several threads, the GIL released, the address rules that the CUDA kernels use.
 
@@ -141,13 +145,13 @@ class NativeExecutor:
         library: another build of the library; None for the installed one.
 
     Raises:
-        ValueError: threads < 1.
+        ValueError: threads outside 1 .. MAX_THREADS.
         LibraryMissingError: there is no native library.
     """
 
     def __init__(self, threads: int = 1, library: ctypes.CDLL | None = None) -> None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
+        if not 1 <= threads <= MAX_THREADS:
+            raise ValueError(f"threads must be between 1 and {MAX_THREADS}, got {threads}")
         self._threads = threads
         self._library = library or _library.cpu_library()
         self._staging = threading.local()

@@ -46,7 +46,7 @@ def choose_executor(threads: int = 1) -> ExecutorChoice:
         threads: for the native executor; NumPy copies on the calling thread.
 
     Raises:
-        ValueError: threads < 1.
+        ValueError: threads outside 1 .. 1024.
     """
     try:
         return ExecutorChoice(NativeExecutor(threads), "the native library is installed and loads")

@@ -94,11 +94,18 @@ class StepRule:
         start_delay_ns: from a poll to the first layer of the step it formed.
         idle_poll_ns: how often an idle engine with waiting requests looks; 0 means at every change.
         token_budget: most new tokens in a step, None for no limit.
+
+    Raises:
+        ValueError: a negative time, or a budget below 1: no step would ever compute anything.
     """
 
     start_delay_ns: int = 0
     idle_poll_ns: int = 0
     token_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if min(self.start_delay_ns, self.idle_poll_ns) < 0 or (self.token_budget is not None and self.token_budget < 1):
+            raise ValueError(f"times must be at least 0 and token_budget at least 1, got {self}")
 
 
 class TimedStep(NamedTuple):

@@ -154,7 +154,8 @@ def judge(baseline: ArmResult, candidates: Sequence[ArmResult]) -> str:
     """One sentence: which candidate to use in place of the baseline, or that none is worth it.
 
     Worth it is one that gains `LEAST_GAIN` in the mean or the median of the time to first token and does not lose half
-    of that in the mean or at p99; of several, the one with the least mean.
+    of that in the mean or at p99; of several, the one with the least mean. If it makes whole answers later by as much,
+    the sentence leaves the choice to the reader.
     """
     if not candidates or not baseline.num_requests:
         return "Nothing was compared."
@@ -165,13 +166,19 @@ def judge(baseline: ArmResult, candidates: Sequence[ArmResult]) -> str:
         f"{_change(best.ttft.p50_ns, baseline.ttft.p50_ns)} at p50, "
         f"{_change(best.ttft.p99_ns, baseline.ttft.p99_ns)} at p99"
     )
-    tpot = f"time per output token {_change(best.tpot.mean_ns, baseline.tpot.mean_ns)}"
+    tpot = (
+        f"time per output token {_change(best.tpot.mean_ns, baseline.tpot.mean_ns)}, "
+        f"whole answers {_change(best.latency.mean_ns, baseline.latency.mean_ns)}"
+    )
     if not worth:
         return (
             f"Leave it off: no layerwise arm is worth it against {baseline.arm}; the best, {best.arm}, changes time to "
             f"first token by {changes}, {tpot}."
         )
-    return f"Use {best.arm}: time to first token {changes} against {baseline.arm}; {tpot}."
+    price = best.latency.mean_ns - baseline.latency.mean_ns
+    only = price > LEAST_GAIN / 2 * baseline.latency.mean_ns
+    condition = " only if first tokens matter more than whole answers" if only else ""
+    return f"Use {best.arm}{condition}: time to first token {changes} against {baseline.arm}; {tpot}."
 
 
 def _is_worth_it(ttft: Quantiles, reference: Quantiles) -> bool:

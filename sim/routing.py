@@ -168,6 +168,11 @@ def choose_instances(trace: Sequence[TraceRequest], device: Device, sizes: PoolS
             return routing
         # Nine tenths of the step that the load asks for: more instances have more pool, so the next load is lower.
         num_instances = max(num_instances + 1, math.floor(0.9 * num_instances * load / TARGET_LOAD))
+        if num_instances > MAX_INSTANCES:
+            raise ValueError(
+                f"a load of {TARGET_LOAD:.0%} would take more than {MAX_INSTANCES} instances; "
+                "name a number of instances, or let requests arrive more slowly"
+            )
 
 
 class _Instance:

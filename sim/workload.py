@@ -88,7 +88,7 @@ def parse_trace(lines: Iterable[str], name: str, limit: int | None = None) -> li
 def _parse_line(line: str) -> TraceRequest:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"not JSON ({error}); repair or remove the line") from error
     if not isinstance(entry, dict):
         raise ValueError(f"a request is a JSON object, got {type(entry).__name__}; repair or remove the line")
@@ -116,10 +116,10 @@ def scale_rate(requests: Iterable[TraceRequest], rate_scale: float) -> list[Trac
     """The requests, arriving `rate_scale` times as fast.
 
     Raises:
-        ValueError: a scale that is not positive.
+        ValueError: a scale outside 1e-6 .. 1e6.
     """
-    if not rate_scale > 0:
-        raise ValueError(f"rate_scale must be positive, got {rate_scale}")
+    if not 1e-6 <= rate_scale <= 1e6:
+        raise ValueError(f"rate_scale must be between 1e-6 and 1e6, got {rate_scale}")
     return [request._replace(arrival_ns=round(request.arrival_ns / rate_scale)) for request in requests]
 
 

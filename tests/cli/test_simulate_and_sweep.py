@@ -118,6 +118,16 @@ def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], senten
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_a_folder_that_cannot_be_written_is_refused_before_the_work(verb: str, tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    assert f"{taken}: File exists" in " ".join(refusal(verb, "--out", str(taken)).split())
+    (tmp_path / f"{verb}.json").mkdir()
+    assert f"{verb}.json: Is a directory" in " ".join(refusal(verb, "--out", str(tmp_path)).split())
+    assert taken.read_text() == "a file"
+
+
 def test_extrapolation_is_possible_when_asked_for_and_is_written_down(tmp_path: Path) -> None:
     run("simulate", "--hit-tokens", "140000", "--requests", "2", "--extrapolate", "--out", str(tmp_path))
     assert json.loads((tmp_path / "simulate.json").read_text())["profile"]["extrapolated"] is True

@@ -65,6 +65,12 @@ def test_every_shipped_model_can_be_verified(model: str) -> None:
     assert "Every law holds" in printed
 
 
+def test_nothing_to_move_is_not_called_a_success() -> None:
+    printed = run(*TINY, "--block-ids", "5,11", "--skip-tokens", "32")
+    assert "Every law holds" not in printed
+    assert printed.strip().endswith("No byte was to be moved, and none was: every token is skipped or in a null block.")
+
+
 def test_a_users_own_block_table_is_checked_as_it_is() -> None:
     document = json.loads(
         run(*TINY, "--block-ids", "5,0,11,7", "--null-block", "0", "--skip-tokens", "3", "--width", "2", "--json")
@@ -129,7 +135,12 @@ def test_a_difference_is_exit_code_1_with_a_minimal_counterexample(tmp_path: Pat
         ((*TINY, "--skip-tokens", "5"), "--null-block and --skip-tokens say more about --block-ids"),
         ((*TINY, "--tokens", "0"), "tokens must be at least 1, got 0"),
         ((*TINY, "--tokens", "9000000"), "raise --memory"),
-        ((*TINY, "--threads", "0"), "threads must be at least 1, got 0"),
+        ((*TINY, "--threads", "0"), "threads must be between 1 and 1024, got 0"),
+        ((*TINY, "--threads", "4294967297"), "threads must be between 1 and 1024, got 4294967297"),
+        ((*TINY, "--tokens", "10000000000000"), "raise --memory"),
+        ((*TINY, "--block-ids", "5,11", "--num-blocks", "-1"), "num_blocks must be at least 1, got -1"),
+        ((*TINY, "--seed", "-1"), "seed must be at least 0, got -1"),
+        ((*TINY, "--layers", "1000000000"), "layers must be between 1 and 1024, got 1000000000"),
         ((*TINY, "--device", "tpu"), "unknown device 'tpu'; known: cpu, numpy, engine, cuda"),
         (("--model", "qwen3-32b", "--tensor-parallel", "3"), "divide the 8 KV heads or be a multiple of them, got 3"),
     ],

@@ -238,7 +238,12 @@ def test_a_profile_that_is_not_there_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "it is not JSON"), ("[]", "must hold a JSON object, got list"), ("{}", "schema_version")],
+    [
+        ("{", "it is not JSON"),
+        ("[" * 100_000, "it is not JSON"),
+        ("[]", "must hold a JSON object, got list"),
+        ("{}", "schema_version"),
+    ],
 )
 def test_a_file_that_is_no_profile_is_refused_by_name(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):

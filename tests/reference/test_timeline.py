@@ -286,3 +286,11 @@ def _layer_begins(workload: list[TimedRequest], timeline: Timeline) -> list[tupl
         assert reached == step.end_ns
         found.append((step, begins))
     return found
+
+
+@pytest.mark.parametrize(
+    "rule", [{"token_budget": 0}, {"token_budget": -1}, {"idle_poll_ns": -1}, {"start_delay_ns": -1}]
+)
+def test_a_rule_by_which_time_or_work_would_stand_still_is_refused(rule: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="times must be at least 0 and token_budget at least 1"):
+        StepRule(**rule)

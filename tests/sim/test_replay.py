@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lamella.reference.release import First
 from lamella.sim.outcome import SATURATED_STRETCH, ArmResult, Quantiles, Tally, judge, quantiles, remarks
 from lamella.sim.profiles import load_profile
 from lamella.sim.replay import ARMS, SLICE_WIRE_NS, replay, run_arm
@@ -20,7 +21,7 @@ from lamella.sim.world import RequestRecord, World
 DEVICE = Device(load_profile())
 GIB = 1 << 30
 PLENTY = PoolSizes(1024 * GIB)
-FIFO_FIRST = ARMS[2]
+FIFO_FIRST = ARMS[1]
 
 
 def small_routing(seed: int = 0, conversations: int = 6, instances: int = 2, sizes: PoolSizes = PLENTY) -> Routing:
@@ -167,8 +168,26 @@ def test_the_arm_with_the_least_mean_among_those_worth_it_is_named_with_its_pric
     sentence = judge(BASE, [result_of("a", 900, 700, 5000, tpot=1100), result_of("b", 950, 600, 5000)])
     assert sentence == (
         "Use a: time to first token -10.0% in the mean, -12.5% at p50, +0.0% at p99 against chunk-major; "
-        "time per output token +10.0%."
+        "time per output token +10.0%, whole answers -10.0%."
     )
+
+
+@pytest.mark.parametrize(("latency", "conditional"), [(900, False), (1009, False), (1011, True), (2000, True)])
+def test_first_tokens_bought_with_later_answers_are_left_to_the_reader(latency: int, conditional: bool) -> None:
+    candidate = replace(result_of("a", 900, 700, 5000), latency=Quantiles(latency, latency, latency, latency))
+    sentence = judge(BASE, [candidate])
+    assert sentence.startswith("Use a only if first tokens matter more than whole answers:") == conditional
+    assert f"whole answers {latency / 1000 - 1:+.1%}" in sentence
+
+
+def test_the_control_arm_is_not_named_where_another_does_as_well() -> None:
+    alone = one_hit(cached_chunks=30, new_tokens=700)
+    result = replay(alone, DEVICE)
+    assert (
+        len({arm.ttft for strategy, arm in zip(ARMS, result.arms, strict=True) if isinstance(strategy.release, First)})
+        == 1
+    )
+    assert result.verdict.startswith("Use fifo/auto/first")
 
 
 @pytest.mark.parametrize(

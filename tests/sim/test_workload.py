@@ -45,6 +45,7 @@ def test_blank_lines_and_other_keys_do_no_harm() -> None:
     ("broken", "message"),
     [
         ("{", "not JSON .*; repair or remove the line"),
+        ("[" * 100_000, "not JSON .*; repair or remove the line"),
         ("[1]", "a request is a JSON object, got list"),
         ('{"timestamp": 1}', "input_length is missing"),
         (line(timestamp=-1), "timestamp must be milliseconds from 0 to 1e12, got -1"),
@@ -90,9 +91,9 @@ def test_a_scaled_rate_moves_arrivals_and_nothing_else(scale: float) -> None:
     assert [request.arrival_ns for request in scaled] == sorted(request.arrival_ns for request in scaled)
 
 
-@pytest.mark.parametrize("scale", [0, -1, float("nan")])
-def test_a_rate_that_is_not_positive_is_refused(scale: float) -> None:
-    with pytest.raises(ValueError, match="rate_scale must be positive"):
+@pytest.mark.parametrize("scale", [0, -1, float("nan"), float("inf"), 1e300, 1e-300])
+def test_a_rate_that_is_not_positive_or_beyond_reason_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match="rate_scale must be between 1e-6 and 1e6"):
         scale_rate([], scale)
 
 

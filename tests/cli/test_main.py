@@ -1,0 +1,32 @@
+"""The `lamella` command as a process: what no verb sees, such as where its output goes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-c", "from lamella.cli.main import main; main()"]
+SWEEP = ["sweep", "--concurrency", "1", "--ratios", "1"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, a disk that has no room")
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], SWEEP])
+def test_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*COMMAND, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, check=False, cwd=tmp_path
+        )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Error: cannot write: No space left on device"
+    assert "Traceback" not in done.stderr
+
+
+def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
+    with subprocess.Popen([*COMMAND, *SWEEP], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+        assert process.stdout
+        assert process.stderr
+        process.stdout.close()
+        said = process.stderr.read()
+    assert process.returncode == 1
+    assert b"Traceback" not in said
