@@ -314,7 +314,7 @@ class SchedulerSide:
             return frozenset()
         if load.cancelled:
             self.metrics.count("loads_cancelled")
-            return frozenset()
+            return load.blocks  # a worker may have found it failed before it was cancelled
         self.metrics.count("loads_failed")
         if self._rules.remember_failures:
             self._failed.add(work.request)

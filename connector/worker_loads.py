@@ -198,15 +198,17 @@ class WorkerLoads:
         self._find_bypass()
         found = Polled()
         for number, load in list(self._loads.items()):
-            transfer = load.transfer
-            if load.submitted.done() and transfer is None and not load.failed and not load.cancelled:
+            submitted = load.submitted.done()  # looked at before the transfer: it can become so at any moment
+            transfer = load.transfer if submitted else None
+            state = transfer.state if transfer is not None else None  # read once, for the same reason
+            if submitted and transfer is None and not load.failed and not load.cancelled:
                 self._fail(load, str(load.submitted.exception()))
             if transfer is not None and not load.failed and not load.cancelled:
-                if transfer.state is TransferState.LANDED:
+                if state is TransferState.LANDED:
                     load.landed = True
-                elif transfer.state.is_final:
+                elif state is not None and state.is_final:
                     self._fail(load, transfer.error)
-            ended = load.landed or (load.submitted.done() and (transfer is None or transfer.state.is_final))
+            ended = load.landed or (submitted and (state is None or state.is_final))
             self._report(load, transfer, ended, found)
             if ended:
                 del self._loads[number]

@@ -15,9 +15,11 @@ from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from lamella.connector.safety_rules import ALL_RULES
+from lamella.connector.slice_width import choose_width
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.worker_loads import Load
 from lamella.reference.plan import Direction
+from lamella.reference.slices import plan_slices
 
 BLOCK = 32
 _BOUND_S = 60.0
@@ -268,6 +270,23 @@ class LiveEngine:
             yield
         finally:
             manager.allocate_slots = original
+
+    def configure(self, width: int | tuple[int, ...], release: str = "first", use_layerwise: bool = False) -> None:
+        """From now on loads move like this; what an engine's settings would have said at its start."""
+        worker, num_layers = self.worker, self.worker.caches.layout.num_layers
+        settings = replace(
+            self.side._settings,
+            layers_per_slice=width if isinstance(width, int) else ",".join(map(str, width)),
+            release=release,
+            use_layerwise=use_layerwise,
+        )
+        choice = choose_width(settings.layers_per_slice, worker.caches.layout)
+        self.side._settings = worker._settings = settings
+        worker.slices = plan_slices(num_layers, choice.width)
+        worker.stores._layerwise = use_layerwise and choice.layerwise
+        worker.stores._slices = worker.slices
+        worker.stores._slice_ends = {part.end_layer - 1: part for part in worker.slices}
+        worker.loads._release = settings.release_policy
 
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([self.request(name).request_id], internal=True)

@@ -1,0 +1,99 @@
+"""Settings of the vLLM connector: strict, but for the one that never stops an engine."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lamella.connector.slice_width import choose_width
+from lamella.connector.vllm_settings import ConnectorSettings, resolve_layers_per_slice
+from lamella.reference.geometry import KVGeometry, ObjectForm
+from lamella.reference.layout import ObjectLayout
+
+
+@pytest.mark.parametrize(
+    ("value", "means"),
+    [
+        (0, 0),
+        ("0", 0),
+        ("off", 0),
+        (False, 0),
+        (True, 1),
+        ("true", 1),
+        (1, 1),
+        ("8", 8),
+        (" 2 ", 2),
+        ("auto", "auto"),
+        ("1,1,2,4", (1, 1, 2, 4)),
+        ("AUTO", "auto"),
+    ],
+)
+def test_layers_per_slice_takes_numbers_words_and_schedules(value: object, means: object) -> None:
+    assert resolve_layers_per_slice(value, 8) == means
+
+
+@pytest.mark.parametrize("value", [-1, "-1", "1,,2", "three", 1.5, None, [1], {}, 9, "9", "1,9", "0x2", "٣"])
+def test_anything_else_warns_and_is_off(value: object, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        assert resolve_layers_per_slice(value, 8) == 0
+    assert "reads as off" in caplog.text
+
+
+@given(st.one_of(st.integers(), st.text(), st.floats(), st.booleans(), st.none(), st.lists(st.integers())))
+def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
+    resolved = resolve_layers_per_slice(value, 32)
+    assert resolved == "auto" or all(
+        0 <= width <= 32 for width in ([resolved] if isinstance(resolved, int) else resolved)
+    )
+    assert isinstance(ConnectorSettings(layers_per_slice=value).waits_in_forward, bool)
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "says"),
+    [
+        ({"layer_per_slice": 1}, ValueError, "did you mean layers_per_slice"),
+        ({"release": "soon"}, ValueError, "soon"),
+        ({"order": "random"}, ValueError, "order must be one of"),
+        ({"host_pool_gib": 0}, ValueError, "host_pool_gib must be positive"),
+        ({"max_loads": "many"}, TypeError, "max_loads must be a number"),
+        ({"use_layerwise": 1}, TypeError, "use_layerwise must be true or false"),
+        ({"object_form": "blob"}, ValueError, "object_form must be one of"),
+        ({"staging_mib": 8, "window_mib": 8}, ValueError, "must hold two windows"),
+        ({"carrier": "pigeon"}, ValueError, "carrier must be event or value"),
+    ],
+)
+@pytest.mark.known_fault(8)
+def test_every_other_setting_is_refused_with_its_value(values: dict[str, Any], error: type, says: str) -> None:
+    with pytest.raises(error, match=says):
+        ConnectorSettings.from_mapping(values)
+
+
+@pytest.mark.parametrize(
+    ("values", "waits"),
+    [
+        ({}, False),
+        ({"layers_per_slice": 0, "use_layerwise": True}, False),
+        ({"layers_per_slice": 1, "release": "whole"}, False),
+        ({"layers_per_slice": 1}, True),
+        ({"layers_per_slice": "auto"}, True),
+        ({"layers_per_slice": "1,2", "release": "jit"}, True),
+        ({"layers_per_slice": 1, "release": "whole", "use_layerwise": True}, True),
+        ({"layers_per_slice": "nonsense"}, False),
+    ],
+)
+@pytest.mark.known_fault(17)
+def test_only_layer_waits_ask_for_piecewise_graphs(values: dict[str, Any], waits: bool) -> None:
+    assert ConnectorSettings.from_mapping(values).waits_in_forward is waits
+
+
+def test_auto_takes_the_narrowest_slices_that_copy_near_the_wire() -> None:
+    llama = ObjectLayout.single(KVGeometry(32, 1, 8, 256, 2, 256), 16, ObjectForm.BLOCK)  # 1 MiB a layer
+    choice = choose_width("auto", llama)
+    assert (choice.width, choice.layerwise) == (1, True)
+    assert "auto: 1 layers a slice" in choice.reason
+    tiny = ObjectLayout.single(KVGeometry(4, 1, 1, 64, 2, 16), 16, ObjectForm.BLOCK)  # 2 KiB a layer
+    assert choose_width("auto", tiny).layerwise is False

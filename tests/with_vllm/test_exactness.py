@@ -1,0 +1,190 @@
+"""Whatever the width, the release and the flow: loaded KV gives the tokens and log-probabilities of computed KV.
+
+Equal to the bit. Negative controls show that the comparison sees a layer of zeros, a single changed number, and blocks of two requests
+swapped.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from with_vllm.live_engine import LiveEngine, prompt
+
+P = prompt(500)
+Q = prompt(500, salt=7)
+WIDTHS: tuple[int | tuple[int, ...], ...] = (0, 1, 2, 3, 4, (1, 1, 2))
+RELEASES = ("whole", "first", "first:2", "first:4", "jit", "jit:1ms", "jit:step")
+
+
+@pytest.fixture(scope="module")
+def free(tiny_llama: Path) -> Iterator[LiveEngine]:
+    live = LiveEngine(
+        tiny_llama,
+        {
+            "layers_per_slice": 1,
+            "host_pool_gib": 0.1,
+            "chunk_tokens": 64,
+            "wait_timeout_s": 60.0,
+            "load_timeout_s": 300,
+        },
+        num_gpu_blocks_override=100,
+    )
+    yield live
+    live.close()
+
+
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+def test_asynchronous_loads_are_exact_for_every_release(free: LiveEngine, width: int | tuple[int, ...]) -> None:
+    free.configure(width)
+    computed = free.stored(P)
+    for release in RELEASES if width else ("whole",):
+        free.configure(width, release)
+        before = {name: free.worker.metrics.total(name) for name in ("loads_layerwise", "loads_whole")}
+        loaded = free.generate(P)
+        assert loaded.same(computed), (width, release)
+        assert loaded.cached == 448
+        free.forget_blocks()
+        engaged = "loads_layerwise" if width not in (0, 4) else "loads_whole"
+        assert free.worker.metrics.total(engaged) == before[engaged] + 1
+
+
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+def test_synchronous_loads_and_layerwise_stores_are_exact(free: LiveEngine, width: int | tuple[int, ...]) -> None:
+    free.configure(width, use_layerwise=True)
+    computed = free.stored(P)
+    free.add("r1", P)
+    free.step()
+    assert free.request("r1").num_output_tokens == 1  # it joined the very first step
+    loaded = free.finish("r1")[0]
+    assert loaded.same(computed)
+    assert loaded.cached == 448
+
+
+def test_a_prompt_of_many_lengths_is_exact(free: LiveEngine) -> None:
+    free.configure(1)
+    for length in (1, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129, 200, 448, 700):
+        tokens = prompt(length, salt=length)
+        computed = free.stored(tokens)
+        loaded = free.generate(tokens)
+        assert loaded.same(computed), length
+        assert loaded.cached == min(length // 64 * 64, (length - 1) // 32 * 32)
+
+
+@pytest.mark.known_fault(53, 59)
+def test_a_load_goes_on_where_the_engines_own_hit_ends(free: LiveEngine) -> None:
+    free.configure(1)
+    computed = free.stored(P)
+    free.generate(P[:100], 1)  # 96 tokens, in the middle of the second chunk, are in the engine's cache
+    before = free.side.metrics.total("hit_tokens")
+    loaded = free.generate(P)
+    assert loaded.same(computed)
+    assert free.side.metrics.total("hit_tokens") - before == 448 - 96
+
+
+@pytest.mark.known_fault(58)
+def test_nothing_is_loaded_where_the_engines_own_hit_is_longer(free: LiveEngine) -> None:
+    free.configure(1)
+    computed = free.stored(P)
+    free.generate(P)
+    before = free.side.metrics.total("hit_tokens")
+    assert free.generate(P).same(computed)
+    assert free.side.metrics.total("hit_tokens") == before
+
+
+@pytest.mark.known_fault(31, 74)
+def test_tenants_do_not_see_each_other(free: LiveEngine) -> None:
+    free.configure(1)
+    computed = free.stored(P)
+    free.llm.llm_engine.add_request("other", {"prompt_token_ids": P, "cache_salt": "tenant"}, _sampling())
+    other = free.finish("other")[0]
+    assert other.cached == 0
+    assert other.same(computed)
+
+
+def _sampling() -> Any:
+    from with_vllm.live_engine import sampling
+
+    return sampling(12)
+
+
+def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]) -> list[bool]:
+    """Whether P and Q answer right from objects that `spoil` changed; an object is `[L, blocks, block bytes]`."""
+    free.configure(1)
+    computed = [free.stored(P)]
+    computed.append(free.generate(Q))
+    free.forget_blocks()
+    slots = free.side.index.occupancy().ready
+    layout = free.worker.caches.layout
+    objects = [
+        np.frombuffer(free.worker.memory.buffer(slot), np.float32).reshape(layout.num_layers, -1)
+        for slot in range(free.worker.memory.shape.num_slots)
+        if slot in free.side.index._by_slot
+    ]
+    assert len(objects) == slots
+    kept = [one.copy() for one in objects]
+    try:
+        spoil(objects)
+        answers = []
+        for tokens in (P, Q):
+            answers.append(free.generate(tokens))
+            assert answers[-1].cached == 448
+            free.forget_blocks()
+        return [answer.same(right) for answer, right in zip(answers, computed, strict=True)]
+    finally:
+        for one, was in zip(objects, kept, strict=True):
+            one[:] = was
+
+
+def _zero_layer_2(objects: list[np.ndarray]) -> None:
+    for one in objects:
+        one[2] = 0.0
+
+
+def _change_one_number(objects: list[np.ndarray]) -> None:
+    for one in objects:
+        one[3, 12345] += 0.5
+
+
+def _swap_requests(objects: list[np.ndarray]) -> None:
+    half = len(objects) // 2
+    for mine, other in itertools.islice(zip(objects, objects[half:], strict=False), half):
+        mine[1], other[1] = other[1].copy(), mine[1].copy()
+
+
+def test_control_untouched_objects_answer_right(free: LiveEngine) -> None:
+    assert answers_of_reuse(free, lambda objects: None) == [True, True]
+
+
+@pytest.mark.parametrize("spoil", [_zero_layer_2, _change_one_number, _swap_requests])
+def test_control_a_spoilt_object_is_seen(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]) -> None:
+    assert answers_of_reuse(free, spoil) == [False, False]
+
+
+def test_a_failed_object_is_computed_and_nothing_wrong_is_stored(free: LiveEngine) -> None:
+    """After a failure what was computed from failed blocks is not kept: the next load is right again."""
+    from lamella.reference.plan import Direction
+
+    free.configure(1)
+    computed = free.stored(P)
+    longer = [*P, *prompt(100, salt=21)]
+    expected = free.stored(longer)
+    free.side.reset()
+    free.stored(P)
+    free.scheduler.recompute_kv_load_failures = True
+    try:
+        lane = free.worker.engine.lane(Direction.RETRIEVE)
+        free.worker.engine.plant_fault(Direction.RETRIEVE, lane.windows + 2)
+        assert free.generate(longer).same(expected)
+        free.forget_blocks()
+        assert free.generate(longer).same(expected)
+        free.forget_blocks()
+        assert free.generate(P).same(computed)
+    finally:
+        free.scheduler.recompute_kv_load_failures = False
+    assert free.side.metrics.total("loads_failed") >= 1
