@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -88,6 +89,7 @@ class Storage:
         return now.pins, now.writing, self.buffers.used
 
 
+@functools.lru_cache(64)
 def content_of(one: ChunkKey, layout: ObjectLayout = LAYOUT) -> bytes:
     return content(int.from_bytes(one.prefix[-2:], "big") + one.space[0], layout.object_bytes)
 

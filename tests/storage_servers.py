@@ -13,7 +13,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 REDIS_MISSING = None if shutil.which("redis-server") else "redis-server is not installed (apt-get install redis-server)"
 READY_S = 20.0
@@ -63,9 +63,15 @@ class RedisProcess:
         watchdog.cancel()
         if process.poll() is not None:
             raise RuntimeError(b"".join(said).decode())
-        self._drain = threading.Thread(target=process.stdout.read, daemon=True)  # or it would block on a full pipe
-        self._drain.start()
+        self.cluster_is_up = threading.Event()
+        self._reader = threading.Thread(target=self._read_on, args=(process.stdout,), daemon=True)
+        self._reader.start()
         self._process = process
+
+    def _read_on(self, output: IO[bytes]) -> None:
+        for line in output:  # or the server would block on a full pipe
+            if b"Cluster state changed: ok" in line:
+                self.cluster_is_up.set()
 
     def kill(self) -> None:
         """As a crash: SIGKILL."""
@@ -73,7 +79,7 @@ class RedisProcess:
         if process is not None:
             process.kill()
             process.wait()
-            self._drain.join()
+            self._reader.join()
             assert process.stdout is not None
             process.stdout.close()
 
@@ -107,6 +113,7 @@ def redis_cluster(folder: Path, nodes: int = 3) -> Iterator[list[RedisProcess]]:
         command = ["redis-cli", "--cluster", "create", *addresses, "--cluster-yes"]
         made = subprocess.run(command, capture_output=True, env=ENVIRONMENT, timeout=60, check=False)
         assert made.returncode == 0, (made.stdout + made.stderr).decode()
+        assert all(server.cluster_is_up.wait(READY_S) for server in servers)
         yield servers
     finally:
         for server in servers:

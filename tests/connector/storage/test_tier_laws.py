@@ -86,7 +86,7 @@ wanted_ranges = st.lists(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=max(10, settings.default.max_examples // 4), suppress_health_check=[HealthCheck.too_slow])
 @given(ranges=wanted_ranges)
 def test_ranges_are_the_objects_bytes_in_any_order_and_overlap(full_tier: Tier, ranges: list[ByteRange]) -> None:
     expected = b"".join(content(1)[wanted.offset : wanted.offset + wanted.num_bytes] for wanted in ranges)
