@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "objects counted from the skip",
         PLAN,
-        "                yield Piece(\n                    chunk, index,",
-        "                yield Piece(\n                    chunk - request.skip_tokens // chunk_tokens, index,",
+        "                yield Piece(chunk, index,",
+        "                yield Piece(chunk - request.skip_tokens // chunk_tokens, index,",
     ),
     Mutant(
         "window one piece larger than the budget",
