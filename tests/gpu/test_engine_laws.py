@@ -92,6 +92,7 @@ def test_every_width_of_32_layers_leaves_what_chunk_major_leaves(
             _holds(device, trial, method)
 
 
+@pytest.mark.known_fault(25)
 @given(
     case=transfer_cases(max_requests=2),
     turns=st.lists(st.integers(0, 1), max_size=12),
