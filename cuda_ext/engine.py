@@ -37,7 +37,7 @@ DEFAULT_WINDOW_BYTES = 16 << 20
 """Copies pause about 3.5 µs between windows (measured on an H200), so a window is 0.3 ms of wire."""
 
 DEFAULT_IN_FLIGHT_BYTES = 55_000_000
-"""About a millisecond of a PCIe 5 x16 link (DESIGN D5); the staging ring bounds staged transfers below that."""
+"""About a millisecond of a PCIe 5 x16 link; the staging ring bounds staged transfers below that."""
 
 _DIRECTIONS = {Direction.RETRIEVE: 0, Direction.STORE: 1}
 _REAPER_WAKES_NS = 3_600_000_000_000
@@ -61,13 +61,13 @@ class TransferEngine:
         num_layers: most layers of a stage that will be registered.
         staging_bytes: the staging ring that both directions share; all device memory the engine takes but a little.
         window_bytes: bytes that move as one; at least a block of a layer. A cancel takes effect within one.
-        in_flight_bytes: bound on bytes enqueued at the device, a direction (DESIGN D5).
+        in_flight_bytes: bound on bytes enqueued at the device, a direction.
         carrier: how streams learn that a slice has landed.
         order: whose slice moves next, in each direction.
         rates: what the copy method is chosen by.
         deadline_s: a transfer that has not landed by then fails (SAFE-5), unless a call says otherwise.
         avoid_kernels: this process must not launch kernels where a copy can do, because another one computes on the
-            device (DESIGN D1).
+            device.
         gather_factor: AUTO has a kernel read host memory where copies would take so many times as long; 0: never. Such
             a kernel slows products beside it by half and more (measured on an H200), so a busy engine wants 2 or 0.
         batch_entries, kernel_ctas, batch_flags: tuning of batched copies and scatters.

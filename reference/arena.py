@@ -21,7 +21,7 @@ Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
 
 _GUARD_BYTES = 64
-_GROUP_BOUNDARY_BYTES = 256  # SPEC: each kernel group's array begins at such a multiple inside its object
+_GROUP_BOUNDARY_BYTES = 256  # each kernel group's array begins at such a multiple inside its object
 
 
 @dataclass(frozen=True, slots=True)

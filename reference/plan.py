@@ -119,7 +119,7 @@ def expand_block_ids(block_ids: Sequence[int], logical_tokens: int, kernel_token
 def check_request(
     layout: ObjectLayout, engines: Sequence[EngineLayout], request: TransferRequest, direction: Direction
 ) -> None:
-    """Settles before the first byte moves whatever can fail cheaply (DESIGN D7).
+    """Settles before the first byte moves whatever can fail cheaply.
 
     Raises:
         ValueError: engines that do not fit the layout; a skip outside `0 .. num_tokens`; too few block ids; an id

@@ -151,7 +151,9 @@ class JustInTime:
     def __str__(self) -> str:
         if self.patience_ns is None:
             return "jit:step"
-        return "jit" if self.patience_ns == 0 else f"jit:{self.patience_ns / 1e6:g}ms"
+        whole, rest = divmod(self.patience_ns, 1_000_000)
+        part = f".{rest:06}".rstrip("0") if rest else ""
+        return f"jit:{whole}{part}ms" if self.patience_ns else "jit"
 
 
 _FORMS: Final = "whole, first, first:K (layers), jit, jit:Nms (stall tolerated), jit:step"

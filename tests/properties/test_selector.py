@@ -1,4 +1,4 @@
-"""The kernel's layer selector (SPEC B1), asked of the shared address header itself: both 0 is all layers."""
+"""The kernel's layer selector, asked of the shared address header itself: both 0 is all layers."""
 
 import ctypes
 from pathlib import Path

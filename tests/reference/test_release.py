@@ -122,3 +122,8 @@ def test_impossible_counts_and_tolerances_are_refused() -> None:
         JustInTime(-1)
     with pytest.raises(ValueError, match=r"after 5 layers needs as many, but the load has 4"):
         First(5).layers_needed(4)
+
+
+@given(st.integers(0, 10**12 - 1))
+def test_every_tolerance_is_read_back_as_it_was_written(patience_ns: int) -> None:
+    assert parse_release(str(JustInTime(patience_ns))) == JustInTime(patience_ns)

@@ -66,6 +66,25 @@ def test_a_request_decodes_a_token_a_step_over_a_growing_context() -> None:
     assert record.tpot_ns == 15
 
 
+class CountingCompute(LinearCompute):
+    """Counts how often decoding is asked about."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def decode_ns(self, batch: int, context_tokens: int, num_steps: int) -> int:
+        self.asked += 1
+        return super().decode_ns(batch, context_tokens, num_steps)
+
+
+@pytest.mark.parametrize("release", RELEASES, ids=str)
+def test_a_load_that_has_landed_makes_decoding_step_by_step_no_longer(release: ReleasePolicy) -> None:
+    compute = CountingCompute()
+    (record,) = run(World(compute, Fifo(), release), (0, Request(5, 2, output_tokens=5000, load=load_of(400))))
+    assert record.all_landed_ns == 400
+    assert compute.asked < 100, "decoding alone is one event, however many its steps"
+
+
 def test_an_arrival_joins_at_the_next_step_boundary() -> None:
     world = World(LinearCompute(), Fifo(), Whole(), keep_steps=True)
     records = run(world, (0, Request(0, 1, output_tokens=100)), (60, Request(0, 1)))
