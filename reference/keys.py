@@ -131,7 +131,8 @@ def chunk_keys(
             sequence's first token.
 
     Raises:
-        ValueError: a token id outside 0 .. 2**32 - 1, or `after` a chunk of another space or a partial one.
+        ValueError: a token id that is no whole number of 0 .. 2**32 - 1, or `after` a chunk of another space or a
+            partial one.
     """
     if after is not None and (after.space != space.digest() or after.num_tokens != space.chunk_tokens):
         raise ValueError(f"a chain goes on behind a full chunk of its own space, got one of {after.num_tokens} tokens")
@@ -139,9 +140,9 @@ def chunk_keys(
 
 
 def _chain(space: KeySpace, token_ids: Sequence[int], partial: bool, after: ChunkKey | None) -> Iterator[ChunkKey]:
-    ids = np.asarray(token_ids if len(token_ids) else (), dtype=np.int64)
-    if ids.ndim != 1:
-        raise ValueError(f"token_ids must be one sequence, got shape {ids.shape}")
+    ids = np.asarray(token_ids) if len(token_ids) else np.empty(0, dtype=np.int64)
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"token_ids must be one sequence of whole numbers, got {ids.dtype} of shape {ids.shape}")
     bad = np.flatnonzero((ids < 0) | (ids > MAX_TOKEN_ID))
     if bad.size:
         raise ValueError(f"token ids must be between 0 and {MAX_TOKEN_ID}, got {ids[bad[0]]} at position {bad[0]}")

@@ -60,7 +60,8 @@ class EngineLayout:
         num_blocks, block_tokens, num_heads, head_dim, element_bytes: sizes.
 
     Raises:
-        ValueError: a size is not positive, layers differ in their kv, or two elements of a block share a byte.
+        ValueError: a size is not positive, layers differ in their kv, keys and values begin at one address, or two
+            elements of a block share a byte.
     """
 
     bases: tuple[tuple[int, ...], ...]
@@ -80,6 +81,8 @@ class EngineLayout:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.bases or len({len(layer) for layer in self.bases}) != 1 or len(self.bases[0]) not in (1, 2):
             raise ValueError(f"bases must hold 1 or 2 addresses for each layer, got {[len(b) for b in self.bases]}")
+        if any(len(set(layer)) != len(layer) for layer in self.bases):
+            raise ValueError("keys and values of a layer begin at one address; pass both tensors, or kv 1 for one run")
         self._refuse_aliases()
 
     def _refuse_aliases(self) -> None:

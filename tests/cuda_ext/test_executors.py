@@ -245,7 +245,7 @@ def test_bad_settings_are_refused_with_their_value() -> None:
         HostObjects((1,), registered_piece_bytes=0)
     with pytest.raises(ValueError, match="addresses must not be negative"):
         HostObjects((-1,))
-    with pytest.raises(ValueError, match="threads must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="threads must be between 1 and 1024, got 0"):
         NativeExecutor(0)
 
 

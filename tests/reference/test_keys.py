@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -162,10 +163,17 @@ def test_a_token_id_that_does_not_fit_is_refused_with_its_place(bad: int) -> Non
         chunk_keys(SPACE, [1, 2, bad, 4])
 
 
-def test_token_ids_must_be_one_sequence() -> None:
-    nested: Any = [[1, 2], [3, 4]]
-    with pytest.raises(ValueError, match=re.escape("token_ids must be one sequence, got shape (2, 2)")):
-        chunk_keys(SPACE, nested)
+@pytest.mark.parametrize(
+    "wrong", [[[1, 2], [3, 4]], [1.5, 2, 3, 4], [1.0, 2.0, 3.0, 4.0], [True] * 4, ["1", "2", "3", "4"], [1, 2, 3, None]]
+)
+def test_token_ids_are_one_sequence_of_whole_numbers(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="token_ids must be one sequence of whole numbers, got "):
+        chunk_keys(SPACE, wrong)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.uint32, np.int64, np.uint64])
+def test_the_type_in_which_ids_are_handed_over_does_not_change_a_key(dtype: Any) -> None:
+    assert chunk_keys(SPACE, np.arange(8, dtype=dtype)) == chunk_keys(SPACE, range(8))
 
 
 @pytest.mark.parametrize(

@@ -125,6 +125,7 @@ def test_separate_tensors_for_axes_that_hold_k_and_v_are_refused() -> None:
         ({"bases": ()}, "bases must hold 1 or 2 addresses for each layer, got []"),
         ({"bases": ((0, 1), (2,))}, "bases must hold 1 or 2 addresses for each layer, got [2, 1]"),
         ({"bases": ((0, 1, 2),)}, "bases must hold 1 or 2 addresses for each layer, got [3]"),
+        ({"bases": ((0, 4096), (7, 7))}, "keys and values of a layer begin at one address"),
         ({"head_stride": 8}, "head_stride 8 is smaller than the 16 bytes it must step over"),
         ({"block_stride": 0}, "block_stride 0 is smaller than"),
         ({"token_stride": -30}, "token_stride 30 is smaller than the 32 bytes it must step over"),
