@@ -209,25 +209,28 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     provenance = provenance_of(Device(options.device), ["benchmarks/gpu_report.py", *sys.argv[1:]], ROOT)
     report: dict[str, Any] = {"schema_version": 1, "provenance": asdict(provenance)}
+
+    def keep(name: str, found: Any) -> None:
+        """Written after every step, so that a machine that is taken away takes only what was unfinished."""
+        report[name] = found
+        (out / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n")
+        print(name, json.dumps(found)[:2500], flush=True)
+
     with ThreadPoolExecutor(4) as beside:
         stress: list[Future[dict[str, Any]]] = []
         if "stress" in steps:
             stress = [beside.submit(step_stress, out, options, seed) for seed in (1, 2)]
         if "tests" in steps:
-            report["tests"] = step_tests(out, options)
-            print("tests", json.dumps(report["tests"])[:1500], flush=True)
+            keep("tests", step_tests(out, options))
         others = {
             name: beside.submit(step, out, options)
             for name, step in (("sanitizer", step_sanitizer), ("mutants", step_mutants))
             if name in steps
         }
         for name, future in others.items():
-            report[name] = future.result()
-            print(name, json.dumps(report[name])[:2500], flush=True)
+            keep(name, future.result())
         if stress:
-            report["stress"] = [future.result() for future in stress]
-            print("stress", json.dumps(report["stress"]), flush=True)
-    (out / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n")
+            keep("stress", [future.result() for future in stress])
     if "bench" in steps:
         where = ["--device", options.device, "--json", str(out / "bench-transfer.json")]
         lamella(out, "bench", "transfer", *where, *options.bench_options.split())
