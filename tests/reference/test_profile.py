@@ -183,6 +183,15 @@ def test_the_copy_method_follows_run_length_stride_and_company(
     assert choose_copy_method(PROFILE, run_bytes, uniform_stride=uniform_stride, busy=busy) is method
 
 
+@pytest.mark.parametrize(("percent", "method"), [(91, CopyMethod.BATCH_DMA), (89, CopyMethod.SM_GATHER)])
+def test_a_copy_engine_within_a_tenth_of_the_gather_is_preferred_to_it(percent: int, method: CopyMethod) -> None:
+    mapping = shipped()
+    for curve in mapping["copies"]:
+        rate = 10**10 if curve["method"] == CopyMethod.SM_GATHER.value else percent * 10**8
+        curve["bytes_per_s"] = [rate] * len(curve["run_bytes"])
+    assert choose_copy_method(profile_from_mapping(mapping), 4096, uniform_stride=False, busy=False) is method
+
+
 @given(st.integers(1, 1 << 24), st.booleans(), st.booleans())
 def test_the_method_chosen_is_allowed_and_within_a_tenth_of_the_fastest_allowed(
     run_bytes: int, uniform_stride: bool, busy: bool

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lamella.reference.profile import DeviceProfile
+from lamella.reference.profile import DeviceProfile, Graphs
 from lamella.reference.timeline import NOTHING_TO_LOAD
 from lamella.sim.profiles import load_profile
 from lamella.sim.regimes import (
@@ -266,3 +266,20 @@ def test_no_requests_are_refused(device: Device) -> None:
 def test_a_percentile_is_one_of_the_values() -> None:
     assert [percentile(range(1, 101), share) for share in (0.5, 0.9, 0.99, 1.0)] == [50, 90, 99, 100]
     assert percentile([7], 0.5) == 7
+
+
+@pytest.mark.parametrize(
+    ("strategy", "graphs"),
+    [
+        ("chunk-major", Graphs.FULL),
+        ("recompute", Graphs.FULL),
+        ("fifo/1/whole", Graphs.FULL),
+        ("fifo/1/first", Graphs.PIECEWISE),
+        ("fifo/8/jit", Graphs.PIECEWISE),
+        ("round_robin/all/first", Graphs.PIECEWISE),
+    ],
+)
+def test_only_early_release_pays_for_piecewise_graphs(strategy: str, graphs: Graphs) -> None:
+    device = Device(load_profile())
+    found, other = (device.profile.compute(mode).decode_ns(8, 80_000, 10) for mode in (graphs, *set(Graphs) - {graphs}))
+    assert device.compute(parse_strategy(strategy)).decode_ns(8, 80_000, 10) == found != other

@@ -172,6 +172,15 @@ def test_the_arm_with_the_least_mean_among_those_worth_it_is_named_with_its_pric
     )
 
 
+def test_a_request_of_one_token_has_no_time_between_tokens() -> None:
+    routing = one_hit(4, 100, output=50)
+    (long,) = routing.requests
+    short = long._replace(position=0, output_tokens=1, arrival_ns=long.arrival_ns - 10**10)
+    both = run_arm(CHUNK_MAJOR, replace(routing, requests=(short, long)), DEVICE)
+    assert both.num_requests == 2
+    assert both.tpot == run_arm(CHUNK_MAJOR, routing, DEVICE).tpot
+
+
 @pytest.mark.parametrize(("latency", "conditional"), [(900, False), (1009, False), (1011, True), (2000, True)])
 def test_first_tokens_bought_with_later_answers_are_left_to_the_reader(latency: int, conditional: bool) -> None:
     candidate = replace(result_of("a", 900, 700, 5000), latency=Quantiles(latency, latency, latency, latency))

@@ -141,3 +141,8 @@ def test_more_load_than_any_number_of_instances_could_carry_is_refused() -> None
 def test_a_negative_pool_is_refused(sizes: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="must be at least 0, got -1"):
         PoolSizes(*sizes)
+
+
+def test_what_only_the_engines_own_cache_holds_is_a_hit_that_loads_nothing() -> None:
+    routing = route([prompt(0, 1, 2, 3), prompt(100, 1, 2, 3)], DEVICE, 1, PoolSizes(0, GIB))
+    assert [(one.cached_tokens, one.loaded_tokens) for one in routing.requests] == [(0, 0), (3 * TRACE_CHUNK_TOKENS, 0)]

@@ -66,6 +66,12 @@ def test_a_request_decodes_a_token_a_step_over_a_growing_context() -> None:
     assert record.tpot_ns == 15
 
 
+def test_whoever_has_left_is_in_nobodys_context_any_more() -> None:
+    alone = Request(5, 2, output_tokens=4)
+    first, second = run(World(LinearCompute(), Fifo(), Whole()), (0, alone), (10_000, alone))
+    assert second.end_ns - second.arrival_ns == first.end_ns - first.arrival_ns
+
+
 class CountingCompute(LinearCompute):
     """Counts how often decoding is asked about."""
 
