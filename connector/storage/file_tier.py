@@ -20,15 +20,17 @@ import logging
 import os
 import secrets
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
 from lamella.connector.storage.file_space import OBJECT_SUFFIX, FileSpace, mark_used
 from lamella.connector.storage.header_cache import HeaderCache
-from lamella.connector.storage.object_format import Header, ObjectFormat, deliver, pieces
+from lamella.connector.storage.object_format import PIECE_BYTES, Header, ObjectFormat, deliver
 from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges, get_in_turn
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
@@ -36,6 +38,8 @@ from lamella.reference.layout import ByteRange
 _UNFINISHED: Final = ".unfinished"
 _USED_AGAIN_NS: Final = 60 * 1_000_000_000
 """Reads within this time of the last one do not touch the file's access time again."""
+_WORTH_A_THREAD_BYTES: Final = 256 << 10
+"""A slice of an object from which on reading it takes longer than handing it over."""
 _NS: Final = 1_000_000_000
 
 _log = logging.getLogger(__name__)
@@ -52,10 +56,12 @@ class FileTier:
         run_bytes: runs of an object that are verified alone, see `layer_runs`; empty: only whole objects are.
         max_bytes: the folder's size limit; None: none.
         ttl_s: how long an object is kept after it was written; None: without end.
+        threads: that read the objects of one call.
         clock_ns: wall clock.
 
     Raises:
-        ValueError: object_bytes, runs or limits that cannot be, or a folder that others than its owner can enter.
+        ValueError: threads, object_bytes, runs or limits that cannot be, or a folder that others than its owner can
+            enter.
         TierError: the folder cannot be made or read.
     """
 
@@ -67,10 +73,15 @@ class FileTier:
         *,
         max_bytes: int | None = None,
         ttl_s: float | None = None,
+        threads: int = 2,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
         self.format = ObjectFormat(object_bytes, run_bytes)
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="lamella-file") if threads > 1 else None
         self._folder = folder
+        self._root = f"{folder}/{self.format.tag}/"
         self._clock_ns = clock_ns
         self._headers: HeaderCache[tuple[int, int]] = HeaderCache()
         with _said(f"cannot use {folder} as a file tier"):
@@ -93,9 +104,11 @@ class FileTier:
 
     def path_of(self, key: ChunkKey) -> Path:
         """Where the object is, or would be."""
+        return Path(self._place(key))
+
+    def _place(self, key: ChunkKey) -> str:
         prefix = key.prefix.hex()
-        below = self._folder / self.format.tag / key.space.hex() / prefix[:2]
-        return below / f"{prefix}-{key.num_tokens}{OBJECT_SUFFIX}"
+        return f"{self._root}{key.space.hex()}/{prefix[:2]}/{prefix}-{key.num_tokens}{OBJECT_SUFFIX}"
 
     def exists(self, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
         """As `Tier.exists`; a file of the wrong length, which no `put` leaves, counts as absent."""
@@ -104,23 +117,48 @@ class FileTier:
     def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         """As `Tier.get_ranges`."""
         check_ranges(ranges, into, self.format.object_bytes)
-        path = self.path_of(key)
-        with _said(f"cannot read {path}"):
-            descriptor = _open(path)
-            try:
-                self._read(descriptor, key, path, ranges, into)
-            except DamagedObjectError as damage:
-                _remove_same(descriptor, path)
-                _log.warning("%s; it was removed", damage)
-                raise
-            finally:
+        place = self._place(key)
+        descriptor = -1
+        try:
+            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._read(descriptor, key, place, ranges, into)
+        except DamagedObjectError as damage:
+            _remove_same(descriptor, Path(place))
+            _log.warning("%s; it was removed", damage)
+            raise
+        except FileNotFoundError:
+            raise KeyError(f"{place} is not there (any more)") from None
+        except OSError as refused:
+            raise _refusal(f"cannot read {place}", refused) from refused
+        finally:
+            if descriptor >= 0:
                 os.close(descriptor)
 
     def get_leading(
         self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
     ) -> Leading:
-        """As `Tier.get_leading`."""
-        return get_in_turn(self, keys, ranges, into)
+        """As `Tier.get_leading`; larger slices are read by several threads, since a disk serves several at once."""
+        large = sum(wanted.num_bytes for wanted in ranges) >= _WORTH_A_THREAD_BYTES
+        if self._threads is None or not large or len(keys) < 2:
+            return get_in_turn(self, keys, ranges, into)
+        stop = threading.Event()
+
+        def read(key: ChunkKey, buffers: Sequence[memoryview]) -> KeyError | TierError | None:
+            if not stop.is_set():  # an object behind one that cannot be had is of no use
+                try:
+                    self.get_ranges(key, ranges, buffers)
+                except (KeyError, TierError) as error:
+                    stop.set()
+                    return error
+            return None
+
+        jobs = [self._threads.submit(read, key, buffers) for key, buffers in zip(keys, into, strict=True)]
+        wait(jobs)  # whatever became of them: the buffers are the caller's again
+        for done, job in enumerate(jobs):  # begun in this order, so that all before the first error were read
+            error = job.result()
+            if error is not None:
+                return Leading.cut_short(done, error)
+        return Leading(len(keys))
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
         """As `Tier.put`."""
@@ -148,7 +186,9 @@ class FileTier:
             return True
 
     def close(self) -> None:
-        """As `Tier.close`: nothing is held open between calls."""
+        """As `Tier.close`: its threads end; no file is held open between calls."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
 
     def _is_there(self, path: Path) -> bool:
         with _said(f"cannot look for {path}"):
@@ -159,32 +199,36 @@ class FileTier:
         return found.st_size == self.format.stored_bytes and not self._space.is_expired(found.st_mtime_ns)
 
     def _read(
-        self, descriptor: int, key: ChunkKey, path: Path, ranges: Sequence[ByteRange], into: Sequence[memoryview]
+        self, descriptor: int, key: ChunkKey, place: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]
     ) -> None:
         found = os.fstat(descriptor)
         if self._space.is_expired(found.st_mtime_ns):
-            raise KeyError(f"{path} has outlived its time")
+            raise KeyError(f"{place} has outlived its time")
         if found.st_size != self.format.stored_bytes:
-            raise DamagedObjectError(f"{path} ends at byte {found.st_size}, not {self.format.stored_bytes}: cut off")
+            raise DamagedObjectError(f"{place} ends at byte {found.st_size}, not {self.format.stored_bytes}: cut off")
         now = self._clock_ns()
         if now - found.st_atime_ns > _USED_AGAIN_NS:
             mark_used(descriptor, now)
         identity = (found.st_ino, found.st_mtime_ns)
-        header = self._headers.get(key, identity) or self._read_header(descriptor, key, path)
+        header = self._headers.get(key, identity)
+        if header is None:
+            header = self._read_header(descriptor, key, place)
+            self._headers.keep(key, identity, header)
         reads = self.format.reads(ranges, into)
         for read in reads:
-            verifier = self.format.verifier(read, header, str(path))
+            verifier = self.format.verifier(read, header, place)
             start = self.format.header_bytes + read.source.offset
-            for offset, piece in pieces(read.target):
-                _fill(descriptor, piece, start + offset, path)
+            for offset in range(0, read.source.num_bytes, PIECE_BYTES):
+                piece = read.target[offset : offset + PIECE_BYTES]
+                _fill(descriptor, piece, start + offset, place)
                 verifier.feed(piece)
-        deliver(reads)
-        self._headers.keep(key, identity, header)
+            if read.copies:
+                deliver(read)
 
-    def _read_header(self, descriptor: int, key: ChunkKey, path: Path) -> Header:
+    def _read_header(self, descriptor: int, key: ChunkKey, place: str) -> Header:
         header = bytearray(self.format.header_bytes)
-        _fill(descriptor, memoryview(header), 0, path)
-        return self.format.parse_header(key, header, str(path))
+        _fill(descriptor, memoryview(header), 0, place)
+        return self.format.parse_header(key, header, place)
 
     def _write(self, path: Path, *parts: memoryview) -> None:
         descriptor, unfinished = _open_unfinished(path.parent)
@@ -224,15 +268,12 @@ def _said(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as refused:
-        code = errno.errorcode.get(refused.errno or 0, "no code")
-        raise TierError(f"{what}: {refused.strerror or refused} ({code})") from refused
+        raise _refusal(what, refused) from refused
 
 
-def _open(path: Path) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        raise KeyError(f"{path} is not there (any more)") from None
+def _refusal(what: str, refused: OSError) -> TierError:
+    code = errno.errorcode.get(refused.errno or 0, "no code")
+    return TierError(f"{what}: {refused.strerror or refused} ({code})")
 
 
 def _open_unfinished(folder: Path) -> tuple[int, Path]:
@@ -256,12 +297,12 @@ def _remove_same(descriptor: int, path: Path) -> None:
         _log.warning("%s is damaged and cannot be removed: %s", path, refused)
 
 
-def _fill(descriptor: int, buffer: memoryview, offset: int, path: Path) -> None:
-    done = 0
+def _fill(descriptor: int, buffer: memoryview, offset: int, place: str) -> None:
+    done = os.preadv(descriptor, (buffer,), offset)
     while done < buffer.nbytes:
-        count = os.preadv(descriptor, [buffer[done:]], offset + done)
+        count = os.preadv(descriptor, (buffer[done:],), offset + done)
         if count == 0:
-            raise DamagedObjectError(f"{path} ends at byte {offset + done}: cut off while it was read")
+            raise DamagedObjectError(f"{place} ends at byte {offset + done}: cut off while it was read")
         done += count
 
 

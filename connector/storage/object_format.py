@@ -19,7 +19,8 @@ from __future__ import annotations
 import itertools
 import struct
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Final, NamedTuple
 
 from blake3 import blake3
@@ -33,6 +34,7 @@ FORMAT_VERSION: Final = 2
 PAGE_BYTES: Final = 4096
 PIECE_BYTES: Final = 256 << 10
 """Read and hashed in turns of this size, so that the hash finds the bytes in the core's cache."""
+_KNOWN_SLICES: Final = 512
 _MAGIC: Final = b"LAMELLA\0"
 _FIELDS: Final = struct.Struct("<8sIIQQ32s32sQ")  # magic, version, runs, object bytes, tokens, space, prefix, written
 _DIGEST_BYTES: Final = 32
@@ -97,6 +99,7 @@ class ObjectFormat:
         self.object_bytes = object_bytes
         self.run_bytes = runs
         self._starts = (0, *itertools.accumulate(runs))  # of each run, and the object's end
+        self._spans = lru_cache(_KNOWN_SLICES)(self._spans_of)  # a prefix asks for one slice of many objects
         described = struct.pack(f"<II{len(runs)}Q", FORMAT_VERSION, len(runs), *runs)
         self.tag = blake3(described).hexdigest()[:16]
         """16 hexadecimal digits, equal for formats that can read each other's objects."""
@@ -167,44 +170,47 @@ class ObjectFormat:
             raise DamagedObjectError(f"{where} has a damaged header")
         return num_runs, object_bytes, num_tokens, space, prefix, written_ns
 
-    def reads(self, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> tuple[RunRead, ...]:
+    def reads(self, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> list[RunRead]:
         """What to read for these ranges: the caller's buffers themselves where a range is whole runs."""
         found: list[RunRead] = []
-        for wanted, buffer in zip(ranges, into, strict=True):
+        for (source, first_run, inset), wanted, buffer in zip(self._spans(tuple(ranges)), ranges, into, strict=True):
+            if source == wanted:
+                found.append(RunRead(wanted, buffer if buffer.format == "B" else buffer.cast("B"), first_run, ()))
+                continue
+            target = memoryview(bytearray(source.num_bytes))
+            copy = (target[inset : inset + wanted.num_bytes], buffer.cast("B"))
+            found.append(RunRead(source, target, first_run, (copy,)))
+        return found
+
+    def _spans_of(self, ranges: tuple[ByteRange, ...]) -> tuple[tuple[ByteRange, int, int], ...]:
+        """For each range the whole runs around it, the first of them, and where in them the range begins."""
+        spans: list[tuple[ByteRange, int, int]] = []
+        for wanted in ranges:
             first = bisect_right(self._starts, wanted.offset) - 1
             end = wanted.offset + wanted.num_bytes
-            last = bisect_right(self._starts, end - 1)
-            start, stop = self._starts[first], self._starts[last]
-            if (start, stop) == (wanted.offset, end):
-                found.append(RunRead(wanted, buffer.cast("B"), first, ()))
-                continue
-            target = memoryview(bytearray(stop - start))
-            copy = (target[wanted.offset - start : end - start], buffer.cast("B"))
-            found.append(RunRead(ByteRange(start, stop - start), target, first, (copy,)))
-        return tuple(found)
+            start, stop = self._starts[first], self._starts[bisect_right(self._starts, end - 1)]
+            whole = (start, stop) == (wanted.offset, end)
+            source = wanted if whole else ByteRange(start, stop - start)
+            spans.append((source, first, wanted.offset - start))
+        return tuple(spans)
 
     def verifier(self, read: RunRead, header: Header, where: str) -> RunVerifier:
         """Checks the bytes of one read as they come."""
-        return RunVerifier(self.run_bytes[read.first_run :], header.checksums[read.first_run :], read.first_run, where)
-
-    def verify(self, reads: Iterable[RunRead], header: Header, where: str) -> None:
-        """Every read's target holds what was put.
-
-        Raises:
-            DamagedObjectError: it does not.
-        """
-        for read in reads:
-            self.verifier(read, header, where).feed(read.target)
+        return RunVerifier(self.run_bytes, header.checksums, read.first_run, where)
 
 
 class RunVerifier:
     """Compares neighbouring runs with their checksums, fed piece by piece in order."""
 
+    __slots__ = ("_checksums", "_hash", "_left", "_run", "_run_bytes", "_where")
+
     def __init__(self, run_bytes: Sequence[int], checksums: Sequence[int], first_run: int, where: str) -> None:
-        self._expected = zip(itertools.count(first_run), run_bytes, checksums, strict=False)
+        self._run_bytes = run_bytes
+        self._checksums = checksums
         self._where = where
-        self._hash = xxh3_64()
-        self._run, self._left, self._checksum = next(self._expected)
+        self._hash: xxh3_64 | None = None  # of a run that began in an earlier piece
+        self._run = first_run
+        self._left = run_bytes[first_run]
 
     def feed(self, data: memoryview) -> None:
         """The next bytes.
@@ -212,28 +218,42 @@ class RunVerifier:
         Raises:
             DamagedObjectError: a run that ends in them is not what was put.
         """
-        done = 0
-        while done < data.nbytes:
-            part = data[done : done + self._left]
-            self._hash.update(part)
-            done += part.nbytes
-            self._left -= part.nbytes
-            if self._left:
-                continue
-            if self._hash.intdigest() != self._checksum:
+        done, size = 0, data.nbytes
+        while done < size:
+            take = min(self._left, size - done)
+            part = data[done : done + take] if take < size else data
+            done += take
+            if take < self._left:
+                self._hash = self._hash or xxh3_64()
+                self._hash.update(part)
+                self._left -= take
+                return
+            if self._hash is None:
+                found = xxh3_64_intdigest(part)
+            else:
+                self._hash.update(part)
+                found, self._hash = self._hash.intdigest(), None
+            if found != self._checksums[self._run]:
                 raise DamagedObjectError(f"{self._where} is damaged in run {self._run}: its checksum differs")
-            self._hash.reset()
-            self._run, self._left, self._checksum = next(self._expected, (0, 1, 0))
+            self._run += 1
+            self._left = self._run_bytes[self._run] if self._run < len(self._run_bytes) else 0
 
 
-def deliver(reads: Iterable[RunRead]) -> None:
-    """Parts of whole runs are where they were asked for; called once they are verified."""
-    for read in reads:
-        for source, target in read.copies:
-            target[:] = source
+def take(read: RunRead, data: memoryview, verifier: RunVerifier) -> None:
+    """The bytes that came for a read are where they belong, copied and verified in turns.
+
+    Raises:
+        DamagedObjectError: they are not what was put; what the buffers hold then is of no use.
+    """
+    for start in range(0, data.nbytes, PIECE_BYTES):
+        piece = read.target[start : start + PIECE_BYTES]
+        piece[:] = data[start : start + PIECE_BYTES]
+        verifier.feed(piece)  # while the core's cache holds it
+    if read.copies:
+        deliver(read)
 
 
-def pieces(target: memoryview) -> Iterator[tuple[int, memoryview]]:
-    """`target` in pieces that fit into a core's cache, with each one's offset."""
-    for start in range(0, target.nbytes, PIECE_BYTES):
-        yield start, target[start : start + PIECE_BYTES]
+def deliver(read: RunRead) -> None:
+    """Parts of the whole runs that were read are where they were asked for; called once the runs are verified."""
+    for source, target in read.copies:
+        target[:] = source

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Final
 from urllib.parse import urlsplit
 
 from lamella.connector.storage.header_cache import HeaderCache
-from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, deliver
+from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, take
 from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
@@ -157,10 +157,10 @@ class S3Tier:
             if header is None:
                 head, *parts = self.bucket.get(path, [(0, first), *spans])
                 header = self.format.parse_header(key, head, where)
-                self._verify(header, reads, parts, where)
+                self._take(header, reads, parts, where)
             else:
                 parts = self.bucket.get(path, spans)
-                header = self._verify_known(key, header, reads, parts, where)
+                header = self._take_known(key, header, reads, parts, where)
         except DamagedObjectError as damage:
             _log.warning("%s; it is removed", damage)
             self.delete(key)
@@ -170,27 +170,24 @@ class S3Tier:
             raise
         if self._is_expired(header.written_ns):
             raise KeyError(f"{where} has outlived its time")
-        for read, part in zip(reads, parts, strict=True):
-            read.target[:] = part
-        deliver(reads)
         self._headers.keep(key, None, header)
 
-    def _verify_known(
+    def _take_known(
         self, key: ChunkKey, header: Header, reads: Sequence[RunRead], parts: Sequence[memoryview], where: str
     ) -> Header:
         try:
-            self._verify(header, reads, parts, where)
+            self._take(header, reads, parts, where)
         except DamagedObjectError:  # removed and put again since its header was read?
             anew = self.bucket.get(self.path_of(key), [(0, self.format.header_bytes)])[0]
             header = self.format.parse_header(key, anew, where)
-            self._verify(header, reads, parts, where)
+            self._take(header, reads, parts, where)
         return header
 
-    def _verify(self, header: Header, reads: Sequence[RunRead], parts: Sequence[memoryview], where: str) -> None:
+    def _take(self, header: Header, reads: Sequence[RunRead], parts: Sequence[memoryview], where: str) -> None:
         for read, part in zip(reads, parts, strict=True):
             if part.nbytes != read.source.num_bytes:
                 raise DamagedObjectError(f"{where} gave {part.nbytes} of {read.source.num_bytes} bytes: cut off")
-            self.format.verifier(read, header, where).feed(part)
+            take(read, part, self.format.verifier(read, header, where))
 
 
 class S3Bucket:

@@ -8,6 +8,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
+from lamella.connector.storage.file_tier import FileTier
+from lamella.connector.storage.redis_tier import RedisTier
+from lamella.connector.storage.s3_tier import S3Tier
 from lamella.connector.storage.tier import Tier, TierError
 from lamella.reference.layout import ByteRange
 from tier_objects import RUNS, SIZE, TIERS, WHOLE, content, key, make_tier, put, read
@@ -138,15 +141,23 @@ def test_objects_of_another_tenant_model_or_adapter_are_misses(full_tier: Tier) 
 def test_objects_of_another_layout_are_misses_beside_which_one_lives(
     kind: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    mine = make_tier(kind, tmp_path, request.getfixturevalue)
+    def opened(runs: tuple[int, ...]) -> Tier:
+        if kind == "file":
+            return FileTier(tmp_path / "kv", SIZE, runs)
+        if kind == "redis":
+            return RedisTier(request.getfixturevalue("redis").url, SIZE, runs, namespace="layouts")
+        return S3Tier("s3://kv-cache/layouts", SIZE, runs, endpoint=request.getfixturevalue("s3"))
+
+    mine = opened(RUNS)
     put(mine, 1)
     for runs in ((SIZE,), (8, 8, 32, 16)):
-        other = type(mine).__new__(type(mine))
-        other.__dict__.update(mine.__dict__, format=type(mine.format)(SIZE, runs))  # type: ignore[attr-defined]
+        other = opened(runs)
         assert other.exists([key(1)]) == (False,)
         with pytest.raises(KeyError):
             read(other, 1)
+        other.close()
     assert read(mine, 1) == content(1)
+    mine.close()
 
 
 def test_while_the_circuit_is_open_a_prefix_is_not_asked_for(tmp_path: Path) -> None:
