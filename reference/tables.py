@@ -201,6 +201,7 @@ class MeasuredCompute:
         self._decode = decode
         self._num_layers = num_layers
         self._extrapolate = extrapolate
+        self._dense: dict[int, float] = {}  # by tokens; a replay asks for the same few thousand again and again
         self._curves = {
             batch: LinearCurve(decode.context_tokens, decode.row(batch)) for batch in range(1, decode.batch[-1] + 1)
         }
@@ -238,9 +239,9 @@ class MeasuredCompute:
                 )
         if decode_batch == 0 and len(prefills) == 1:
             return round(table.alone_ns(*prefills[0]))
-        time = table.dense_ns(sum(new for _, new in prefills) + decode_batch)
+        time = self._dense_ns(sum(new for _, new in prefills) + decode_batch)
         for cached, new in prefills:
-            time += table.attention_ns(cached, new)
+            time += table.alone_ns(cached, new) - self._dense_ns(new)  # table.attention_ns
         if decode_batch:
             curve = self._curve(decode_batch)
             time += curve.at(decode_context_tokens / decode_batch) - curve.at(0)
@@ -255,6 +256,12 @@ class MeasuredCompute:
         curve = self._curve(batch)
         begin = math.floor(curve.integral(context_tokens / batch))
         return math.floor(curve.integral((context_tokens + num_steps * batch) / batch)) - begin
+
+    def _dense_ns(self, tokens: int) -> float:
+        found = self._dense.get(tokens)
+        if found is None:
+            found = self._dense[tokens] = self._prefill.dense_ns(tokens)
+        return found
 
     def _curve(self, batch: int) -> LinearCurve:
         curve = self._curves.get(batch)

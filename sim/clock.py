@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import simpy
 from simpy.core import EmptySchedule
-from simpy.events import Event, EventPriority
+from simpy.events import Event
 
 
 class Phase(IntEnum):
@@ -56,7 +56,7 @@ class Clock:
         if delay < 0:
             raise ValueError(f"instant {instant_ns} has passed; it is {self._environment.now}")
         event = _Action(self._environment, action)
-        self._environment.schedule(event, EventPriority(phase), delay)
+        self._environment.schedule(event, phase, delay)  # type: ignore[arg-type]  # EventPriority(phase) is phase
 
     def soon(self, phase: Phase, action: Callable[[], Any]) -> None:
         """`action` runs in this instant, in that phase: at once if nothing that comes before it is left.
