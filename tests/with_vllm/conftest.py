@@ -33,13 +33,16 @@ def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> 
     return None if HAS_VLLM else ModuleWithoutVllm.from_parent(parent, path=module_path)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if HAS_VLLM:  # vLLM and its dependencies warn of their own futures while they are imported
+        config.addinivalue_line("filterwarnings", "default")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.vllm)
-            # vLLM and its dependencies warn of their own futures.
-            item.add_marker(pytest.mark.filterwarnings("default"))
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,7 @@
 """Whatever the width, the release and the flow: loaded KV gives the tokens and log-probabilities of computed KV.
 
-Equal to the bit. Negative controls show that the comparison sees a layer of zeros, a single changed number, and blocks of two requests
-swapped.
+Equal to the bit. Negative controls show that the comparison sees a layer of zeros, a single changed number, and blocks
+of two requests swapped.
 """
 
 from __future__ import annotations

@@ -1,0 +1,215 @@
+"""The scheduler side without an engine: claims, stores, flushes, errors by block, and everything it lets go of."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lamella.connector.batch_blocks import BatchBlocks, Scheduled
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.step_orders import Ended, StepReport
+from lamella.connector.tier_prefetch import RankObjects
+from lamella.connector.vllm_scheduler import SchedulerSide
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.reference.geometry import ObjectForm
+from lamella.reference.keys import KeySpace
+
+BLOCK, CHUNK = 4, 8
+SPACE = KeySpace("m", "float32", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, 4))
+
+
+class Request:
+    """A request as vLLM has it, as far as the connector looks."""
+
+    cache_salt = lora_request = mm_features = prompt_embeds = pooling_params = None
+
+    def __init__(self, name: str, tokens: list[int]) -> None:
+        self.request_id = name
+        self.all_token_ids = tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class Pool:
+    """The engine's block pool: remembers what was evicted."""
+
+    def __init__(self) -> None:
+        self.evicted: set[int] = set()
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        self.evicted |= blocks
+
+
+def side_of(num_ranks: int = 1, **settings: Any) -> SchedulerSide:
+    facts = EngineFacts((BLOCK,), 64, num_ranks, SPACE)
+    side = SchedulerSide(ConnectorSettings(layers_per_slice=1, **settings), facts)
+    side.set_ranks([RankObjects(b"s" * 32, 512)] * num_ranks, 16)
+    side.bind_block_pool(Pool())
+    return side
+
+
+def output_of(*batch: tuple[str, list[int], int, int], new: bool = True) -> Any:
+    """vLLM's SchedulerOutput: (name, blocks, computed, scheduled) of each request."""
+    fresh = (
+        [SimpleNamespace(req_id=n, block_ids=([*b],), num_computed_tokens=c) for n, b, c, _s in batch] if new else []
+    )
+    cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
+    if not new:
+        cached.req_ids = [name for name, *_rest in batch]
+        cached.new_block_ids = [([*blocks],) if blocks else None for _name, blocks, *_rest in batch]
+        cached.num_computed_tokens = [computed for _name, _blocks, computed, _scheduled in batch]
+    return SimpleNamespace(
+        scheduled_new_reqs=fresh,
+        scheduled_cached_reqs=cached,
+        num_scheduled_tokens={name: scheduled for name, _b, _c, scheduled in batch},
+        total_num_scheduled_tokens=sum(scheduled for *_rest, scheduled in batch),
+    )
+
+
+def done(side: SchedulerSide, received: set[str] | None = None, bad: set[int] | None = None, **ended: Any) -> Any:
+    output = SimpleNamespace(finished_recving=received, finished_sending=None, invalid_block_ids=bad or set())
+    side.step_done(output, StepReport(ready_slots=16, **ended))
+    return output
+
+
+def stored(side: SchedulerSide, name: str, num_tokens: int, blocks: list[int]) -> Request:
+    """A request whose full chunks were computed in one step and stored."""
+    request = Request(name, list(range(num_tokens)))
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.allocated(request, (blocks,), 0)
+    orders = side.step_orders(output_of((name, blocks, 0, num_tokens)))
+    (store,) = orders.stores
+    done(side, stores={store.number: Ended(1, True)})
+    assert not side.request_ended(request)
+    return request
+
+
+def loading(side: SchedulerSide, name: str, num_tokens: int, blocks: list[int]) -> tuple[Request, Any]:
+    request = Request(name, list(range(num_tokens)))
+    wanted, parked = side.matched_tokens(request, 0)
+    assert parked
+    assert wanted
+    side.allocated(request, (blocks,), wanted)
+    (load,) = side.step_orders(output_of()).loads
+    return request, load
+
+
+def test_a_hit_is_whole_blocks_and_leaves_the_last_token() -> None:
+    side = side_of()
+    stored(side, "a", 24, [1, 2, 3, 4, 5, 6])
+    for length, claimed in [(8, 4), (9, 8), (12, 8), (16, 12), (17, 16), (24, 20), (25, 24), (40, 24)]:
+        assert side.matched_tokens(Request(f"q{length}", list(range(length))), 0) == (claimed, True)
+
+
+@pytest.mark.known_fault(38)
+def test_objects_of_a_load_stay_until_it_has_ended_on_every_rank() -> None:
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    _request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
+    assert side.index.occupancy().pins == 2
+    done(side, {"b"})
+    assert side.index.occupancy().pins == 2
+    done(side, loads={load.number: Ended(1, True)})
+    assert side.index.occupancy().pins == 0
+
+
+def test_a_failed_load_is_kept_by_block_until_the_block_is_computed_anew() -> None:
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    _request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
+    done(side, {"b"})  # released, promoted, and not scheduled
+    done(side, loads={load.number: Ended(1, False)})
+    assert side._pool.evicted >= {5, 6, 7, 8}
+    sharer = side.step_orders(output_of(("c", [5, 6, 7, 8, 10], 16, 4)))
+    assert sharer.held_blocks == {5, 6, 7, 8}
+    again = side.step_orders(output_of(("b", [5, 6, 7, 8, 9], 0, 10)))  # two blocks and a half
+    assert (again.rewritten_blocks, again.held_blocks) == ({5, 6}, frozenset())
+    mixed = side.step_orders(output_of(("b", [], 10, 1), ("c", [], 20, 1), new=False))
+    assert mixed.held_blocks == {7, 8}  # the sharer still takes them for computed
+    rest = side.step_orders(output_of(("b", [], 11, 9), new=False))
+    assert rest.rewritten_blocks == {7, 8}
+    assert side._bad_blocks == set()
+
+
+def test_a_failed_load_is_a_miss_for_its_request_until_it_has_run() -> None:
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
+    done(side, {"b"}, {5, 6, 7, 8}, loads={load.number: Ended(1, False)})
+    assert side.matched_tokens(request, 0) == (0, False)
+    side.step_orders(output_of(("b", [5, 6, 7, 8, 9], 0, 20)))
+    assert side.matched_tokens(request, 0) == (16, True)
+
+
+@pytest.mark.known_fault(34)
+def test_a_store_ends_before_somebody_writes_into_its_blocks() -> None:
+    side = side_of()
+    request = Request("a", list(range(16)))
+    side.matched_tokens(request, 0)
+    side.allocated(request, ([1, 2, 3, 4],), 0)
+    (store,) = side.step_orders(output_of(("a", [1, 2, 3, 4], 0, 16))).stores
+    assert side.step_orders(output_of(("b", [7, 8], 0, 8))).flushes == ()
+    assert side.step_orders(output_of(("c", [1, 9], 4, 4))).flushes == ()  # block 1 is a hit, and only read
+    assert side.step_orders(output_of(("d", [9, 3], 4, 4))).flushes == (store.number,)
+
+
+def test_a_store_that_was_dropped_gives_its_slots_back_and_is_tried_again() -> None:
+    side = side_of()
+    request = Request("a", list(range(20)))
+    side.matched_tokens(request, 0)
+    side.allocated(request, ([1, 2, 3, 4, 5],), 0)
+    (store,) = side.step_orders(output_of(("a", [1, 2, 3, 4, 5], 0, 16))).stores
+    done(side, stores={store.number: Ended(1, False)})
+    assert side.index.occupancy().writing == 0
+    (again,) = side.step_orders(output_of(("a", [], 16, 4), new=False)).stores
+    assert (again.skip_tokens, again.num_tokens) == (0, 16)
+
+
+def test_a_request_that_ends_while_its_store_reads_is_held_and_freed_once() -> None:
+    side = side_of(num_ranks=2)
+    request = Request("a", list(range(16)))
+    side.matched_tokens(request, 0)
+    side.allocated(request, ([1, 2, 3, 4],), 0)
+    (store,) = side.step_orders(output_of(("a", [1, 2, 3, 4], 0, 16))).stores
+    assert side.request_ended(request)
+    assert done(side, stores={store.number: Ended(1, True)}).finished_sending is None
+    assert done(side, stores={store.number: Ended(1, True)}).finished_sending == {"a"}
+    assert done(side).finished_sending is None
+
+
+def test_loads_are_bounded_by_count_and_by_bytes_and_one_may_always_run() -> None:
+    side = side_of(max_load_gib=1e-9)
+    stored(side, "a", 16, [1, 2, 3, 4])
+    other = Request("z", [9] * 16)
+    side.matched_tokens(other, 0)
+    side.allocated(other, ([10, 11, 12, 13],), 0)
+    (store,) = side.step_orders(output_of(("z", [10, 11, 12, 13], 0, 16))).stores
+    done(side, stores={store.number: Ended(1, True)})
+    _request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
+    waits = Request("c", [9] * 16)
+    assert side.matched_tokens(waits, 0) == (None, False)
+    done(side, {"b"}, loads={load.number: Ended(1, True)})
+    assert side.matched_tokens(waits, 0) == (12, True)
+
+
+def test_a_prompt_with_media_and_another_tenants_chunks_are_a_miss() -> None:
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    picture, tenant = Request("p", list(range(16))), Request("t", list(range(16)))
+    picture.mm_features = ["an image"]  # type: ignore[assignment]
+    tenant.cache_salt = "tenant"  # type: ignore[assignment]
+    assert side.matched_tokens(picture, 0) == (0, False)
+    assert side.matched_tokens(tenant, 0) == (0, False)
+
+
+def test_a_freed_bad_block_that_is_filled_anew_is_bad_only_beyond_what_was_computed() -> None:
+    blocks = BatchBlocks([BLOCK])
+    blocks.replace("a", [[1, 2]])
+    assert blocks.rewritten([Scheduled("a", 0, 6)], {2}) == frozenset()
+    assert blocks.held([Scheduled("a", 6, 1)], {2}) == frozenset()
+    blocks.replace("b", [[1, 2]])
+    assert blocks.held([Scheduled("b", 8, 1)], {2}) == {2}

@@ -1,0 +1,153 @@
+"""Bounds, passed-over hooks, stores whose blocks are wanted again, and what the metrics say of it all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+from lamella.connector.connector_metrics import COUNTERS, TIMES
+from lamella.connector.vllm import LamellaConnector
+from lamella.connector.vllm_stats import LamellaStats
+from lamella.reference.plan import Direction
+from with_vllm.live_engine import LiveEngine, prompt
+
+P = prompt(500)
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(engine: LiveEngine) -> Iterator[None]:
+    engine.scheduler.recompute_kv_load_failures = False
+    yield
+    for load in engine.loads:
+        engine.land(load)
+    engine.outputs.clear()
+    engine.settle()
+    assert engine.side.book.num_held == 0
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+
+
+@contextmanager
+def waits_of(engine: LiveEngine, seconds: float) -> Iterator[None]:
+    loads = engine.worker.loads
+    before, loads._wait_timeout_s = loads._wait_timeout_s, seconds
+    try:
+        yield
+    finally:
+        loads._wait_timeout_s = before
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["fail", "recompute"])
+@pytest.mark.known_fault(23)
+def test_a_wait_has_a_bound_and_fails_its_load_in_the_same_step(engine: LiveEngine, recompute: bool) -> None:
+    engine.scheduler.recompute_kv_load_failures = recompute
+    computed = engine.stored(P)
+    engine.add("r1", P)
+    engine.release("r1")
+    load = engine.load_of("r1")
+    timeouts = engine.worker.metrics.total("wait_timeouts")
+    with waits_of(engine, 0.2):
+        engine.step()
+    assert engine.worker.metrics.total("wait_timeouts") == timeouts + 1
+    assert "had not landed" in load.failed
+    engine.land(load)  # the window in flight drains, and nothing more is issued
+    answer = engine.finish("r1")[0]
+    assert answer.same(computed) if recompute else answer.reason == "error"
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["fail", "recompute"])
+@pytest.mark.known_fault(19)
+def test_a_step_that_passes_over_the_hook_fails_its_loads_and_releases_are_whole_from_then_on(
+    engine: LiveEngine, recompute: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.scheduler.recompute_kv_load_failures = recompute
+    computed = engine.stored(P)
+    engine.add("r1", P)
+    engine.release("r1")
+    load = engine.load_of("r1")
+    with monkeypatch.context() as patched:
+        patched.setattr(type(engine.connector), "wait_for_layer_load", lambda self, name: None)
+        patched.setattr("lamella.connector.worker_loads._DRAIN_S", 0.1)
+        engine.step()  # runs r1 over layers that have not landed
+    engine.land(load)
+    answer = engine.finish("r1")[0]
+    assert answer.same(computed) if recompute else answer.reason == "error"
+    assert engine.worker.loads.hooks_bypassed
+    try:
+        engine.forget_blocks()
+        engine.add("r2", P)
+        engine.step()
+        load = engine.load_of("r2")
+        engine.land(load, 3)
+        engine.step()
+        assert not load.reported  # three of four layers are not enough any more
+        engine.land(load)
+        assert engine.finish("r2")[0].same(computed)
+    finally:
+        engine.worker.loads._hooks_bypassed = False
+
+
+def test_loads_beyond_the_bound_wait_in_the_queue_and_all_finish(engine: LiveEngine) -> None:
+    prompts = [prompt(200, salt=salt) for salt in (31, 32, 33)]
+    engine.side.reset()
+    engine.forget_blocks()
+    computed = [engine.generate(tokens) for tokens in prompts]
+    engine.forget_blocks()
+    before = engine.side._settings
+    engine.side._settings = replace(before, max_loads=1)
+    try:
+        for number, tokens in enumerate(prompts):
+            engine.add(f"r{number}", tokens)
+        most = 0
+        for _ in range(500):
+            if len(engine.outputs) == len(prompts):
+                break
+            engine.step()
+            most = max(most, len(engine.side.book.open_loads()))
+            for load in engine.loads:
+                engine.land(load)
+        answers = engine.finish("r0", "r1", "r2")
+    finally:
+        engine.side._settings = before
+    assert most == 1
+    assert all(answer.same(right) for answer, right in zip(answers, computed, strict=True))
+    assert engine.side.metrics.total("bound_waits") > 0
+
+
+def test_every_metric_reaches_the_log_line_and_prometheus(engine: LiveEngine) -> None:
+    engine.stored(P)
+    engine.add("r1", P)
+    engine.release("r1")
+    with engine.landing_on_demand():
+        engine.finish("r1")
+    engine.settle()
+    data: dict = dict.fromkeys(COUNTERS, 1) | {name: [2, 3_000_000_000, 2_000_000_000] for name in TIMES}
+    stats = LamellaConnector.build_kv_connector_stats(data).aggregate(LamellaStats(data=dict(data)))
+    reduced = stats.reduce()
+    assert reduced["hit_tokens"] == 2
+    assert reduced["release_mean_ms"] == 1500.0
+    metrics = LamellaConnector.build_prom_metrics(
+        engine.llm.llm_engine.vllm_config,
+        {Counter: Counter, Gauge: Gauge, Histogram: Histogram},
+        ["engine"],
+        {0: ["0"]},
+    )
+    metrics.observe(stats.data)
+    assert REGISTRY.get_sample_value("vllm:lamella_hit_tokens_total", {"engine": "0"}) == 2
+    assert REGISTRY.get_sample_value("vllm:lamella_release_seconds_total", {"engine": "0"}) == 6.0
+
+
+def test_a_load_moves_nothing_before_it_is_let(engine: LiveEngine) -> None:
+    """The control of every test above: no window was let through that a load did not use."""
+    computed = engine.stored(P)
+    engine.add("r1", P)
+    engine.step()
+    load = engine.load_of("r1")
+    engine.wait_until(lambda: load.transfer is not None)
+    assert load.transfer.landed() == 0
+    assert engine.worker.engine.lane(Direction.RETRIEVE).live_transfers == 1
+    engine.land(load)
+    assert engine.finish("r1")[0].same(computed)
