@@ -169,7 +169,7 @@ def find_library(name: str, folder: Path | None = None) -> Path:
         folder: where to look instead of both.
 
     Raises:
-        LibraryMissingError: it is not there.
+        LibraryMissingError: it is not there, or (in a checkout) it was built before its C ABI header last changed.
     """
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     chosen = os.environ.get(LIBRARY_FOLDER_VARIABLE)
@@ -177,10 +177,26 @@ def find_library(name: str, folder: Path | None = None) -> Path:
     for place in folders:
         path = place / f"lib{name}{suffix}"
         if path.is_file():
+            if not (folder or chosen):
+                refuse_stale(path, Path(__file__).parent / "csrc" / "include" / "lamella")
             return path
     raise LibraryMissingError(
         f"lib{name}{suffix} is not in {' or '.join(str(place) for place in folders)}: {_REMEDIES[name]}"
     )
+
+
+def refuse_stale(path: Path, headers: Path) -> None:
+    """The library at `path` is not older than any C header in `headers`, which only a checkout has.
+
+    Structures of an older header are read with the wrong offsets, and between two releases the version is the same.
+
+    Raises:
+        LibraryMissingError: it is older; the message names the header.
+    """
+    built = path.stat().st_mtime
+    for header in sorted(headers.glob("*.h")):
+        if header.stat().st_mtime > built:
+            raise LibraryMissingError(f"{path} was built before {header.name} changed: make native")
 
 
 def _installed_folders() -> list[Path]:

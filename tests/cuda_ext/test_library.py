@@ -1,6 +1,7 @@
 """The native libraries: found or missing with a remedy, declared as the header has them."""
 
 import ctypes
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -37,6 +38,18 @@ def test_the_environment_chooses_the_folder(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv(_library.LIBRARY_FOLDER_VARIABLE, str(tmp_path))
     monkeypatch.setattr("sys.platform", "linux")
     assert _library.find_library("lamella_cpu") == tmp_path / "liblamella_cpu.so"
+
+
+def test_a_library_built_before_its_header_changed_is_refused_and_a_newer_one_is_not(tmp_path: Path) -> None:
+    library, header = tmp_path / "liblamella_cpu.so", tmp_path / "engine.h"
+    for path in (library, header):
+        path.touch()
+    os.utime(header, (1_000_000, 1_000_000))
+    os.utime(library, (1_000_001, 1_000_001))
+    _library.refuse_stale(library, tmp_path)
+    os.utime(header, (1_000_002, 1_000_002))
+    with pytest.raises(LibraryMissingError, match=re.escape("before engine.h changed: make native")):
+        _library.refuse_stale(library, tmp_path)
 
 
 def test_a_file_that_is_no_library_is_refused_with_the_remedy(tmp_path: Path) -> None:
