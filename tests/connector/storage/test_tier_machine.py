@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import shutil
 import tempfile
+from abc import abstractmethod
 from collections.abc import Generator
 from concurrent.futures import Future
 from pathlib import Path
@@ -97,19 +98,20 @@ class TierMachine(RuleBasedStateMachine):
             max_pending_put_bytes=2 * LAYOUT.object_bytes,
         )
 
+    @abstractmethod
     def make_tier(self) -> Tier:
-        raise NotImplementedError
+        """The tier under test, empty."""
 
     def mend(self) -> None:
         """Every fault is gone; what was damaged stays damaged."""
 
+    @abstractmethod
     def stored_places(self) -> list[Any]:
         """Handles of what is stored, for `damage`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def damage(self, place: Any, how: str, where: float) -> None:
         """The stored object is cut off or has a changed byte, `where` of the way through it."""
-        raise NotImplementedError
 
     # ---- what is done
 
