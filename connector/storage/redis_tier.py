@@ -229,7 +229,10 @@ class RedisServer:
         if not questions:
             return []
         with self._said():
-            pipeline = self._connected().pipeline(**({} if self._cluster else {"transaction": False}))
+            client = self._connected()
+            if len(questions) == 1:
+                return [client.execute_command(*questions[0])]
+            pipeline = client.pipeline(**({} if self._cluster else {"transaction": False}))
             try:
                 for question in questions:
                     pipeline.execute_command(*question)
