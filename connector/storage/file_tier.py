@@ -79,6 +79,7 @@ class FileTier:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self.format = ObjectFormat(object_bytes, run_bytes)
+        self._num_threads = threads
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="lamella-file") if threads > 1 else None
         self._folder = folder
         self._root = f"{folder}/{self.format.tag}/"
@@ -141,23 +142,17 @@ class FileTier:
         large = sum(wanted.num_bytes for wanted in ranges) >= _WORTH_A_THREAD_BYTES
         if self._threads is None or not large or len(keys) < 2:
             return get_in_turn(self, keys, ranges, into)
-        stop = threading.Event()
-
-        def read(key: ChunkKey, buffers: Sequence[memoryview]) -> KeyError | TierError | None:
-            if not stop.is_set():  # an object behind one that cannot be had is of no use
-                try:
-                    self.get_ranges(key, ranges, buffers)
-                except (KeyError, TierError) as error:
-                    stop.set()
-                    return error
-            return None
-
-        jobs = [self._threads.submit(read, key, buffers) for key, buffers in zip(keys, into, strict=True)]
-        wait(jobs)  # whatever became of them: the buffers are the caller's again
-        for done, job in enumerate(jobs):  # begun in this order, so that all before the first error were read
-            error = job.result()
-            if error is not None:
-                return Leading.cut_short(done, error)
+        share = _SharedReads(zip(keys, into, strict=True))
+        others = [self._threads.submit(share.run, self, ranges) for _ in range(self._num_threads - 1)]
+        try:
+            share.run(self, ranges)
+        finally:
+            wait(others)  # whatever became of them: the buffers are the caller's again
+        for other in others:
+            other.result()
+        if share.errors:
+            first = min(share.errors)
+            return Leading.cut_short(first, share.errors[first])
         return Leading(len(keys))
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
@@ -260,6 +255,33 @@ class FileTier:
                 continue  # somebody is writing it
             finally:
                 os.close(descriptor)
+
+
+class _SharedReads:
+    """Objects that several threads read, each taking the next one; after an error no more are taken.
+
+    They are taken in order, so that all before the first error were read.
+    """
+
+    def __init__(self, objects: Iterator[tuple[ChunkKey, Sequence[memoryview]]]) -> None:
+        self._objects = enumerate(objects)
+        self._lock = threading.Lock()
+        self.errors: dict[int, KeyError | TierError] = {}
+
+    def run(self, tier: FileTier, ranges: Sequence[ByteRange]) -> None:
+        """Takes objects until there are none left."""
+        while True:
+            with self._lock:
+                if self.errors:
+                    return
+                place, (key, buffers) = next(self._objects, (-1, (None, ())))
+            if key is None:
+                return
+            try:
+                tier.get_ranges(key, ranges, buffers)
+            except (KeyError, TierError) as error:
+                with self._lock:
+                    self.errors[place] = error
 
 
 @contextmanager
