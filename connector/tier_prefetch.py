@@ -135,8 +135,10 @@ class TierPrefetch:
         return len(self._fetches)
 
     def close(self) -> None:
-        """The lookup thread ends with its present lookup."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """The lookup thread ends with its present lookup, and the tiers are closed."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        for tier, _space in self._tiers:
+            tier.close()
 
     def _leading(self, keys: tuple[ChunkKey, ...]) -> int:
         """How many of `keys`, from the first on, every rank's tier holds."""

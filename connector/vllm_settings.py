@@ -92,6 +92,7 @@ class ConnectorSettings:
         load_timeout_s: a load that has not landed by then has failed.
         wait_timeout_s: bound on each wait of the model runner's thread (SAFE-5); then that load has failed.
         file_tier: a folder of objects that outlives the process and is shared by processes of one user; None: none.
+        file_tier_gib: size limit of that folder, all ranks and processes together; None: none.
         io_threads: threads that read and write the file tier.
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
         carrier: `event` or `value`, how streams learn of landings (CUDA).
@@ -114,6 +115,7 @@ class ConnectorSettings:
     load_timeout_s: float = 30.0
     wait_timeout_s: float = 10.0
     file_tier: Path | None = None
+    file_tier_gib: float | None = None
     io_threads: int = 2
     salt: str = ""
     carrier: str = "event"
@@ -128,6 +130,8 @@ class ConnectorSettings:
             _check_number(name, getattr(self, name), int)
         for name in ("host_pool_gib", "max_load_gib", "load_timeout_s", "wait_timeout_s"):
             _check_number(name, getattr(self, name), int | float)
+        if self.file_tier_gib is not None:
+            _check_number("file_tier_gib", self.file_tier_gib, int | float)
         for name in ("release", "order", "object_form", "salt", "carrier"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
@@ -174,6 +178,11 @@ class ConnectorSettings:
     def release_policy(self) -> ReleasePolicy:
         """When a request may run; whole where nothing arrives before the rest."""
         return parse_release(self.release) if self.wants_slices else Whole()
+
+    @property
+    def file_tier_bytes(self) -> int | None:
+        """The folder's size limit."""
+        return None if self.file_tier_gib is None else int(self.file_tier_gib * (1 << 30))
 
     @property
     def carrier_kind(self) -> Carrier:

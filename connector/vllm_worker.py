@@ -129,7 +129,9 @@ class WorkerSide:
             self.metrics,
             self._several_groups,
         )
-        tier = FileTier(settings.file_tier, layout.object_bytes) if settings.file_tier is not None else None
+        tier: FileTier | None = None
+        if settings.file_tier is not None:
+            tier = FileTier(settings.file_tier, layout.object_bytes, max_bytes=settings.file_tier_bytes)
         self.stores = WorkerStores(
             self._submit_store,
             self.slices,

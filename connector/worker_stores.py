@@ -194,5 +194,7 @@ class WorkerStores:
         self.poll()
 
     def close(self) -> None:
-        """Reads and writes of the tier have ended."""
+        """Reads and writes of the tier have ended, and it is closed."""
         self._threads.shutdown(wait=True)
+        if self._tier is not None:
+            self._tier.close()
