@@ -10,7 +10,7 @@ time of the tier, with least and most beside it. Every arm's first turn is left 
 - files: `os.preadv` of the ranges into the same buffers, files opened beforehand. Warm: both arms find everything in
   the page cache. Cold: the files are dropped from the page cache before either arm's turn (`posix_fadvise`), which
   reaches the disk only as far as nothing below the guest caches. The tier checks every byte's checksum, the plain arm
-  none; it is one thread, and the tier is measured with one (file-1) and with its usual two (file).
+  none. Both are one thread.
 - redis: a loop of the client's own `getrange`, one a range; what it returns is left as it is. The tier asks for a slice
   of all objects together, checks, and copies into the caller's buffers. Always warm: a server holds values in memory.
 - throttled: a tier that takes a set time a byte; when the first layer is there, against the whole.
@@ -21,7 +21,6 @@ Exit code 1 if a median misses its target: 0.8 of plain calls; the first layer w
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -145,11 +144,7 @@ def read_by_slices(tier: Tier, keys: Sequence[ChunkKey], buffers: Buffers, width
 def measure_files(args: argparse.Namespace) -> Iterator[Row]:
     keys = keys_of(args.objects)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        tiers = {
-            name: FileTier(Path(folder) / "kv", LAYOUT.object_bytes, layer_runs(LAYOUT), threads=threads)
-            for name, threads in (("file", 2), ("file-1", 1))
-        }
-        tier = tiers["file"]
+        tier = FileTier(Path(folder) / "kv", LAYOUT.object_bytes, layer_runs(LAYOUT))
         contents = fill(tier, keys)
         files = [os.open(tier.path_of(key), os.O_RDONLY) for key in keys]
         start = tier.format.header_bytes
@@ -159,8 +154,8 @@ def measure_files(args: argparse.Namespace) -> Iterator[Row]:
             for file in files:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
 
-        for name, width in itertools.product(tiers, WIDTHS):
-            own = read_by_slices(tiers[name], keys, buffers, width)
+        for width in WIDTHS:
+            own = read_by_slices(tier, keys, buffers, width)
             work = [
                 (ranges, plain_buffers.of(ranges))
                 for ranges in (slice_ranges(LAYOUT, part) for part in plan_slices(NUM_LAYERS, width))
@@ -177,7 +172,7 @@ def measure_files(args: argparse.Namespace) -> Iterator[Row]:
                 times = take_turns(args.repeats, own, plain, before)
                 check(buffers, contents)
                 check(plain_buffers, contents)
-                yield Row(name, cache, width, args.objects * LAYOUT.object_bytes, *times)
+                yield Row("file", cache, width, args.objects * LAYOUT.object_bytes, *times)
         for file in files:
             os.close(file)
 
@@ -301,7 +296,7 @@ def main() -> int:
         for row in measure(args) if name in wanted else ():
             rows.append(row)
             own, plain = (row.num_bytes / statistics.median(ns) for ns in (row.tier_ns, row.plain_ns))
-            below = row.median < PLAIN_SHARE and row.tier != "file-1"
+            below = row.median < PLAIN_SHARE
             missed |= below
             print(
                 f"{row.tier:<8}{row.cache:<7}{row.width:>5}{own:>8.2f}{plain:>8.2f}{row.median:>7.2f}  "

@@ -20,10 +20,8 @@ import logging
 import os
 import secrets
 import stat
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -38,8 +36,6 @@ from lamella.reference.layout import ByteRange
 _UNFINISHED: Final = ".unfinished"
 _USED_AGAIN_NS: Final = 60 * 1_000_000_000
 """Reads within this time of the last one do not touch the file's access time again."""
-_WORTH_A_THREAD_BYTES: Final = 256 << 10
-"""A slice of an object from which on reading it takes longer than handing it over."""
 _NS: Final = 1_000_000_000
 
 _log = logging.getLogger(__name__)
@@ -56,12 +52,10 @@ class FileTier:
         run_bytes: runs of an object that are verified alone, see `layer_runs`; empty: only whole objects are.
         max_bytes: the folder's size limit; None: none.
         ttl_s: how long an object is kept after it was written; None: without end.
-        threads: that read the objects of one call.
         clock_ns: wall clock.
 
     Raises:
-        ValueError: threads, object_bytes, runs or limits that cannot be, or a folder that others than its owner can
-            enter.
+        ValueError: object_bytes, runs or limits that cannot be, or a folder that others than its owner can enter.
         TierError: the folder cannot be made or read.
     """
 
@@ -73,14 +67,9 @@ class FileTier:
         *,
         max_bytes: int | None = None,
         ttl_s: float | None = None,
-        threads: int = 2,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
         self.format = ObjectFormat(object_bytes, run_bytes)
-        self._num_threads = threads
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="lamella-file") if threads > 1 else None
         self._folder = folder
         self._root = f"{folder}/{self.format.tag}/"
         self._clock_ns = clock_ns
@@ -138,22 +127,8 @@ class FileTier:
     def get_leading(
         self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
     ) -> Leading:
-        """As `Tier.get_leading`; larger slices are read by several threads, since a disk serves several at once."""
-        large = sum(wanted.num_bytes for wanted in ranges) >= _WORTH_A_THREAD_BYTES
-        if self._threads is None or not large or len(keys) < 2:
-            return get_in_turn(self, keys, ranges, into)
-        share = _SharedReads(zip(keys, into, strict=True))
-        others = [self._threads.submit(share.run, self, ranges) for _ in range(self._num_threads - 1)]
-        try:
-            share.run(self, ranges)
-        finally:
-            wait(others)  # whatever became of them: the buffers are the caller's again
-        for other in others:
-            other.result()
-        if share.errors:
-            first = min(share.errors)
-            return Leading.cut_short(first, share.errors[first])
-        return Leading(len(keys))
+        """As `Tier.get_leading`."""
+        return get_in_turn(self, keys, ranges, into)
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
         """As `Tier.put`."""
@@ -181,9 +156,7 @@ class FileTier:
             return True
 
     def close(self) -> None:
-        """As `Tier.close`: its threads end; no file is held open between calls."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
+        """As `Tier.close`: nothing is held open between calls."""
 
     def _is_there(self, path: Path) -> bool:
         with _said(f"cannot look for {path}"):
@@ -255,33 +228,6 @@ class FileTier:
                 continue  # somebody is writing it
             finally:
                 os.close(descriptor)
-
-
-class _SharedReads:
-    """Objects that several threads read, each taking the next one; after an error no more are taken.
-
-    They are taken in order, so that all before the first error were read.
-    """
-
-    def __init__(self, objects: Iterator[tuple[ChunkKey, Sequence[memoryview]]]) -> None:
-        self._objects = enumerate(objects)
-        self._lock = threading.Lock()
-        self.errors: dict[int, KeyError | TierError] = {}
-
-    def run(self, tier: FileTier, ranges: Sequence[ByteRange]) -> None:
-        """Takes objects until there are none left."""
-        while True:
-            with self._lock:
-                if self.errors:
-                    return
-                place, (key, buffers) = next(self._objects, (-1, (None, ())))
-            if key is None:
-                return
-            try:
-                tier.get_ranges(key, ranges, buffers)
-            except (KeyError, TierError) as error:
-                with self._lock:
-                    self.errors[place] = error
 
 
 @contextmanager

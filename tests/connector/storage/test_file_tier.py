@@ -356,23 +356,3 @@ def test_an_object_that_outlived_its_time_is_a_miss_and_is_replaced(tmp_path: Pa
 def test_limits_that_cannot_be_are_refused(limits: dict[str, int], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         FileTier(tmp_path / "kv", SIZE, **limits)  # type: ignore[arg-type]
-
-
-# ---- several threads
-
-
-def test_large_slices_of_many_objects_are_read_by_threads_up_to_the_first_that_is_missing(tmp_path: Path) -> None:
-    size = 1 << 20
-    tier = FileTier(tmp_path / "kv", size, (size // 4,) * 4, threads=4)
-    wholes = [bytes([number]) * size for number in range(12)]
-    for number, whole in enumerate(wholes):
-        if number != 9:
-            tier.put(key(number), memoryview(whole))
-    into = [[memoryview(bytearray(size))] for _ in range(12)]
-    found = tier.get_leading([key(number) for number in range(12)], [ByteRange(0, size)], into)
-    assert found.num_objects == 9
-    assert isinstance(found.error, KeyError)
-    assert [bytes(view) for (view,) in into[:9]] == wholes[:9]
-    with pytest.raises(ValueError, match="outside an object"):
-        tier.get_leading([key(0), key(1)], [ByteRange(1, size)], into[:2])
-    tier.close()
