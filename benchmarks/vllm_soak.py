@@ -2,12 +2,12 @@
 
     python benchmarks/vllm_soak.py --minutes 30 --model FOLDER [--device-blocks 60] [--json out.json]
 
-An engine without a connector answers every conversation's turns first, alone and one after another; then one with
-`LamellaConnector` answers them again and again in a random order, several at once, in a cache so small that requests
-are preempted, while requests are aborted, loads fail and loads are held up at random. Every answer that was not aborted
-is compared: tokens, and log-probabilities within 1e-4. They are equal to the bit but for a few: the engine rounds a
-little differently when it cuts a prompt into other steps, which `--control` shows, where nothing is loaded (one changed
-number of one block moves a log-probability by 0.2). At the end nothing may be left: blocks, pins, slots, holds.
+Every prompt is answered first alone, with nothing to load; then again and again in a random order, several at once, in
+a cache so small that requests are preempted, while requests are aborted, loads fail at their start and in mid-copy, and
+layers land one by one with random pauses. Every answer that was not aborted is compared: tokens, and log-probabilities
+within 1e-4. They are equal to the bit but for a few: the engine rounds a little differently when it cuts a prompt into
+other steps, which `--control` shows, where nothing is loaded (one changed number of one block moves a log-probability
+by 0.2). At the end nothing may be left: blocks, pins, slots, holds.
 
 Exit code 1: a wrong answer, something left behind, or fewer preemptions and aborts than asked for.
 """
@@ -24,6 +24,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from lamella.reference.plan import Direction
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 for name, value in {
@@ -62,23 +64,47 @@ def deviation(answer: Any, right: Any) -> float:
 
 
 class Troublemaker:
-    """Makes loads fail and hangs them up, at random, below the connector's own code."""
+    """Makes loads fail and holds them up at random: at their start, between layers, and in mid-copy.
 
-    def __init__(self, live: Any, rng: random.Random, fail: float, delay: float) -> None:
-        self.failed = self.delayed = 0
+    The engine moves a load's layers one by one, as a thread of this object lets them; so most requests are released
+    while the rest is on its way.
+    """
+
+    def __init__(self, live: Any, rng: random.Random, fail: float, longest_pause_s: float) -> None:
+        self.failed = 0
+        self._engine = live.worker.engine
+        self._rng = random.Random(rng.random())
+        self._longest_pause_s = longest_pause_s
+        self._stop = threading.Event()
         original = live.worker.loads._submit
 
         def submit(order: Any) -> Any:
             job = original(order)
-            if rng.random() < fail:
-                self.failed += 1
+            fate = rng.random()
+            self.failed += fate < fail
+            if fate < fail / 2:
                 return _refuse
-            if rng.random() < delay:
-                self.delayed += 1
-                return lambda: (threading.Event().wait(rng.uniform(0.001, 0.03)), job())[1]
+            if fate < fail:
+                self._engine.plant_fault(Direction.RETRIEVE, self._windows() + rng.randrange(1, 4))
             return job
 
         live.worker.loads._submit = submit
+        self._thread = threading.Thread(target=self._let_layers_land, daemon=True)
+        self._thread.start()
+
+    def _windows(self) -> int:
+        return int(self._engine.lane(Direction.RETRIEVE).windows)
+
+    def _let_layers_land(self) -> None:
+        while not self._stop.wait(self._rng.uniform(0.0, self._longest_pause_s)):
+            if self._engine.lane(Direction.RETRIEVE).live_transfers:
+                self._engine.grant(Direction.RETRIEVE, 1)
+
+    def stop(self) -> None:
+        """No more pauses; what is under way lands."""
+        self._stop.set()
+        self._thread.join()
+        self._engine.grant(Direction.RETRIEVE, 1 << 40)
 
 
 def _refuse() -> Any:
@@ -94,7 +120,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--aborts", type=float, default=0.12, help="share of requests that are aborted")
     parser.add_argument("--failures", type=float, default=0.05, help="share of loads that fail")
-    parser.add_argument("--delays", type=float, default=0.3, help="share of loads that are held up")
+    parser.add_argument("--longest-pause-ms", type=float, default=2.0, help="between two layers of a load")
     parser.add_argument("--least-preemptions", type=int, default=20)
     parser.add_argument("--least-aborts", type=int, default=50)
     parser.add_argument("--control", action="store_true", help="nothing is stored or loaded: the engine alone")
@@ -112,17 +138,18 @@ def main() -> int:
         asked.model,
         {"layers_per_slice": 1, "release": asked.release, "host_pool_gib": 0.02, "chunk_tokens": 64, "max_loads": 3},
         policy="recompute",
+        paced=True,
         num_gpu_blocks_override=asked.device_blocks,
         max_num_seqs=IN_FLIGHT,
     )
     expected = []
     for tokens in prompts:
-        live.side.reset()
         live.forget_blocks()
+        live.side.reset()
         answer = live.generate(tokens, NEW_TOKENS)
         assert answer.cached == 0, "the yardstick computes everything"
         expected.append(answer)
-    trouble = Troublemaker(live, rng, asked.failures, asked.delays)
+    trouble = Troublemaker(live, rng, asked.failures, asked.longest_pause_ms / 1e3)
     if asked.control:
         live.side.matched_tokens = lambda request, local_hit: (0, False)
     counts = {"answers": 0, "wrong": 0, "not to the bit": 0, "aborts": 0, "preemptions": 0, "steps": 0}
@@ -161,6 +188,7 @@ def main() -> int:
                 del running[name]
                 counts["aborts"] += 1
     live.outputs.clear()
+    trouble.stop()
     live.settle()
     free = live.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
     occupancy = live.side.index.occupancy()
@@ -175,7 +203,6 @@ def main() -> int:
     result = {
         **counts,
         "loads that were made to fail": trouble.failed,
-        "loads that were held up": trouble.delayed,
         "largest deviation": largest,
         "left behind": left,
         "metrics": totals,

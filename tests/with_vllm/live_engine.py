@@ -175,8 +175,8 @@ class LiveEngine:
 
     def stored(self, tokens: list[int], num_new: int = 12) -> Answer:
         """The prompt's answer when everything is computed; its KV is in the host pool afterwards, and nowhere else."""
-        self.side.reset()
         self.forget_blocks()
+        self.side.reset()
         computed = self.generate(tokens, num_new)
         assert computed.cached == 0
         self.forget_blocks()

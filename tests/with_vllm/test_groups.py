@@ -1,0 +1,57 @@
+"""A model with two KV cache groups, sliding windows beside full attention: right, released whole, fails by request."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from lamella.reference.plan import Direction
+from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.tiny_llama import write_tiny_llama
+
+P = prompt(500)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
+    model = write_tiny_llama(tmp_path_factory.mktemp("hybrid"), window=64)
+    settings = {"layers_per_slice": 1, "host_pool_gib": 0.1, "chunk_tokens": 64, "wait_timeout_s": 60}
+    live = LiveEngine(model, settings, policy="recompute", num_gpu_blocks_override=100)
+    assert len(live.scheduler.kv_cache_config.kv_cache_groups) == 2
+    yield live
+    live.close()
+
+
+def test_two_groups_are_exact_and_released_whole(hybrid: LiveEngine) -> None:
+    for length in (130, 448, 500):
+        tokens = prompt(length, salt=length)
+        computed = hybrid.stored(tokens)
+        loaded = hybrid.generate(tokens)
+        assert loaded.same(computed), length
+        assert loaded.cached == min(length // 64 * 64, (length - 1) // 32 * 32)
+    assert hybrid.worker.metrics.total("released_early") == 0
+    assert hybrid.worker.metrics.total("loads_layerwise") == 3
+
+
+def test_only_the_windows_blocks_are_loaded(hybrid: LiveEngine) -> None:
+    hybrid.stored(P)
+    hybrid.add("r1", P)
+    hybrid.step()
+    tables = [load.order.blocks for load in hybrid.loads] or [
+        hybrid.scheduler.kv_cache_manager.get_block_ids(hybrid.request("r1").request_id)
+    ]
+    nulls = [sum(block == 0 for block in table) for table in tables[0]]
+    assert sorted(nulls)[0] == 0  # full attention has every block
+    assert sorted(nulls)[1] > 0  # the window left most of its blocks out
+    hybrid.finish("r1")
+
+
+@pytest.mark.known_fault(66, 77)
+def test_a_failed_load_is_reported_by_request(hybrid: LiveEngine) -> None:
+    computed = hybrid.stored(P)
+    lane = hybrid.worker.engine.lane(Direction.RETRIEVE)
+    hybrid.worker.engine.plant_fault(Direction.RETRIEVE, lane.windows + 1)
+    answer = hybrid.generate(P)
+    assert answer.same(computed)
+    assert hybrid.side.metrics.total("loads_failed") == 1
