@@ -174,8 +174,8 @@ class Deployment:
 
     def settle(self) -> None:
         """Whatever goes on in the background has ended."""
+        assert self.cache_engine.drain(WAIT_S)  # first: what a load lets go of may be written to nearer tiers
         self.storage.flush(WAIT_S)
-        assert self.cache_engine.drain(WAIT_S)
 
     def references(self) -> tuple[int, int, int]:
         """(pins, objects being written, layer buffers taken), which are zero whenever nothing is going on."""

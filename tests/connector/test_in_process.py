@@ -33,6 +33,12 @@ def step(cache: InProcessCache, run: Deployment, tokens: list[int], table: list[
     return cache.hooks.wait_for_save()
 
 
+def settle(cache: InProcessCache) -> None:
+    """Whatever goes on in the background has ended; what a load lets go of may be written to nearer tiers."""
+    assert cache.cache_engine.drain(10)
+    cache.storage.flush(10)
+
+
 @pytest.mark.parametrize(
     "values",
     [
@@ -53,7 +59,7 @@ def test_what_one_process_stored_another_one_loads_from_its_files(values: dict[s
             again = 0 if settings.promote else 4  # the last token's chunk, unless the load leaves it in the pool
             assert step(cache, run, TOKENS, THERE) == StepReport({"a": 15}, {}, {"a": again})
             assert cache.cache_engine.lookup(TOKENS) == 16
-            cache.storage.flush(10)
+            settle(cache)
             counts = cache.tier_counts()[f"file:{tmp_path / 'kv'}"]
             assert (counts.found > 0, counts.reads > 0, counts.failures, counts.damaged) == (True, True, 0, 0)
 
@@ -64,12 +70,12 @@ def test_files_and_a_server_stand_behind_the_pool_and_what_the_server_brings_is_
         values = {"use_layerwise": True, "remote_tier": server.url, "pool_objects": 8}
         with InProcessCache(CacheSettings.from_mapping(values), run.space, run.layout, run.caches) as cache:
             assert step(cache, run, TOKENS, HERE).stored == {"a": 16}
-            cache.storage.flush(10)
+            settle(cache)
         run.cache[:] = 0
         settings = CacheSettings.from_mapping({**values, "local_file_folder": str(tmp_path / "kv")})
         with InProcessCache(settings, run.space, run.layout, run.caches) as cache:
             assert step(cache, run, TOKENS, THERE).loaded == {"a": 15}
-            cache.storage.flush(10)
+            settle(cache)
             assert [tier.name.split(":")[0] for tier in cache.storage.tiers] == ["file", "redis"]
             assert cache.storage.tiers[0].exists(cache.cache_engine.keys_of(TOKENS)) == (True,) * 4
 
@@ -119,14 +125,14 @@ def test_a_folder_that_stops_serving_opens_its_circuit_and_the_pool_goes_on(tmp_
         folder.rmdir()
         folder.write_text("a file where the folder was")
         assert step(cache, run, TOKENS, HERE).stored == {"a": 16}
-        cache.storage.flush(10)
+        settle(cache)
         assert tier.breaker.state is CircuitState.OPEN
         assert step(cache, run, TOKENS, THERE).loaded == {"a": 15}
         folder.unlink()
         now_ns[0] = int(settings.breaker_retry_s * 1e9)
         folder.mkdir(mode=0o700)
         assert step(cache, run, [1, 2, 3, 4], THERE).stored == {"a": 4}
-        cache.storage.flush(10)
+        settle(cache)
         assert tier.breaker.state is CircuitState.CLOSED
 
 
