@@ -21,7 +21,7 @@ from lamella.reference.release import ReleasePolicy, ReleaseView
 from lamella.reference.slices import Slice
 from lamella.reference.timeline import Chunk
 from lamella.sim.clock import Clock, Phase
-from lamella.sim.records import StepRecord
+from lamella.sim.records import StepRecord, Suffered
 from lamella.sim.scheduler import EngineSettings, Job, Scheduler, SubmitAt
 from lamella.sim.stations import ComputeModel, Link, Transfer
 from lamella.sim.steps import DecodeStretch, RunningStep, split_evenly
@@ -97,7 +97,7 @@ class Engine:
         slices = [Slice(end - width, width) for end, width in zip(ends, load.slice_layers, strict=True)]
         needed = self._release.layers_needed(self._compute.num_layers)
         job.gate = LayerArrivalGate(slices, release_after_layers=needed)
-        job.submitted_ns = self._clock.now_ns
+        job.submitted_ns = job.ready_ns = self._clock.now_ns
         job.transfer = Transfer(job.submission(job.submitted_ns), load, lambda part: self._land(job, part))
         self._link.submit(job.transfer)
 
@@ -120,6 +120,7 @@ class Engine:
                 self._scheduler.landing.pop(job.sequence, None)
         elif gate.released and not job.due and not self._release.needs_forecast:
             job.due = True
+            job.ready_ns = now
             self._due.append(job)
             self._look_soon()
 
@@ -154,6 +155,7 @@ class Engine:
         if self._release.needs_forecast:
             for job, instant in self._release_instants(away_ns):
                 if instant <= now:
+                    job.ready_ns = now
                     self._scheduler.release(job, now)
         taken = self._scheduler.fill_step()
         if taken or (self._scheduler.decode_batch and self._scheduler.landing):
@@ -209,8 +211,11 @@ class Engine:
         start = now + self._settings.start_delay_ns
         for job, chunk in taken:
             self.prefilled_tokens += chunk.num_tokens
+            job.prefill_steps += 1
             if chunk.first_token == 0:
                 job.started_ns = start
+                if job.first_started_ns < 0:
+                    job.first_started_ns = start
                 job.stall_before_start_ns = self.stall_ns
                 job.caused_before_start_ns = job.caused_ns
         if taken:
@@ -258,6 +263,11 @@ class Engine:
         culprit.caused_ns += stall_ns
         self.stall_ns += stall_ns
         step.stalls[step.layer] = (stall_ns, culprit.sequence)
+        suffered = Suffered(step.layer, culprit.sequence, stall_ns)
+        for job, _ in step.taken:
+            if job.suffered is None:
+                job.suffered = []
+            job.suffered.append(suffered)
 
     def _end_step(self) -> None:
         step, now = self._step, self._clock.now_ns
@@ -269,7 +279,19 @@ class Engine:
             layer_stall_ns, culprits = zip(*stalls, strict=True)
             chunks = tuple(chunk for _, chunk in step.taken)
             self._on_step(
-                StepRecord(step.polled_ns, step.start_ns, now, chunks, layer_stall_ns, culprits, step.decode_batch, 1)
+                StepRecord(
+                    step.polled_ns,
+                    step.start_ns,
+                    now,
+                    chunks,
+                    layer_stall_ns,
+                    culprits,
+                    step.decode_batch,
+                    1,
+                    len(self._scheduler.waiting),
+                    0,
+                    (),
+                )
             )
         done = self._scheduler.advance_decoding(1) if step.decode_batch else []
         for job, chunk in step.taken:
@@ -322,7 +344,9 @@ class Engine:
         self._stretch = None
         self.busy_ns += now - stretch.start_ns
         if self._on_step is not None:
-            self._on_step(StepRecord(stretch.start_ns, stretch.start_ns, now, (), (), (), stretch.batch, planned))
+            waiting = len(self._scheduler.waiting)
+            start = stretch.start_ns
+            self._on_step(StepRecord(start, start, now, (), (), (), stretch.batch, planned, waiting, 0, ()))
         self._finish(self._scheduler.advance_decoding(planned))
         self._poll_at(now, now - stretch.boundary_ns(planned - 1))
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from lamella.reference.arrival import LayerArrivalGate
 from lamella.reference.ordering import Submission
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
+from lamella.sim.records import Ending, Suffered
 from lamella.sim.stations import Transfer
 
 
@@ -94,17 +95,26 @@ class Job:
         "computed_tokens",
         "done_at_step",
         "due",
+        "ending",
+        "failure",
         "first_layer_ns",
+        "first_started_ns",
         "first_token_ns",
         "gate",
         "layer_stall_ns",
+        "preemptions",
         "prefill_stall_ns",
+        "prefill_steps",
+        "rank",
+        "ready_ns",
         "released_ns",
         "request",
         "sequence",
         "stall_before_start_ns",
         "started_ns",
+        "stored_ns",
         "submitted_ns",
+        "suffered",
         "transfer",
     )
 
@@ -113,7 +123,8 @@ class Job:
         self.request = request
         self.arrival_ns = arrival_ns
         self.submitted_ns = self.first_layer_ns = self.all_landed_ns = arrival_ns + request.admission_ns
-        self.released_ns = self.started_ns = self.first_token_ns = -1
+        self.ready_ns = self.submitted_ns
+        self.released_ns = self.started_ns = self.first_started_ns = self.first_token_ns = self.stored_ns = -1
         self.gate: LayerArrivalGate[int] | None = None  # its events are landing instants
         self.transfer: Transfer | None = None
         self.due = False  # enough layers have landed; the next poll releases it
@@ -124,6 +135,10 @@ class Job:
         self.caused_before_start_ns = 0
         self.stall_before_start_ns = 0
         self.layer_stall_ns: list[int] | None = None
+        self.suffered: list[Suffered] | None = None
+        self.prefill_steps = self.preemptions = self.rank = 0
+        self.failure = ""
+        self.ending = Ending.DONE
 
     @property
     def landed(self) -> bool:

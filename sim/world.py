@@ -192,6 +192,17 @@ class World:
             self._engine.stall_ns - job.stall_before_start_ns - caused_since,
             job.prefill_stall_ns,
             tuple(job.layer_stall_ns or ()),
+            job.arrival_ns + request.admission_ns,
+            job.ready_ns,
+            job.first_started_ns,
+            tuple(job.suffered or ()),
+            job.rank,
+            job.preemptions,
+            job.failure,
+            job.ending,
+            0,
+            job.stored_ns,
+            job.prefill_steps,
         )
         self.records.append(record)
         if self._on_finish is not None:
