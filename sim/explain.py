@@ -1,0 +1,211 @@
+"""Where one request's time to first token went, and who caused it; of a simulated or a measured recording.
+
+The way to the first token is cut into intervals that follow each other, so the parts add up to it to the nanosecond::
+
+    arrival ─ admission ─ submission ─ transfer wait ─ release wait ─ queue ─ done again ─ stalls and computing
+
+The *transfer wait* lasts until so much has landed that the release rule is content; within it the link carried the
+request's own slices, or others', or nothing. The *release wait* is what follows until the engine looks, which it does
+once a step. *Done again* is what a preemption or a failed load threw away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lamella.reference.recording import LayerStall, Recording, RequestSpan, StepSpan
+
+Interval = tuple[int, int]
+
+
+class Blame(NamedTuple):
+    """A request, and for how long it was the cause."""
+
+    request: int
+    ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The parts of one time to first token, in ns.
+
+    Attributes:
+        request: its number.
+        ttft_ns: what the parts add up to.
+        admission_ns: until the engine had the request in its queue.
+        submission_ns: until its load reached the link: a poll, room for its KV.
+        own_transfer_ns: of the transfer wait, its own slices on the link.
+        behind: of the transfer wait, only others' slices on the link, by whose they were, the longest first.
+        link_idle_ns: of the transfer wait, nothing on the link.
+        release_in_step_ns: of the release wait, the engine was in a step, so it did not look.
+        release_idle_ns: of the release wait, the rest: the poll of an idle engine.
+        queue_ns: released, until its first step began.
+        redone_ns: from its first start to its last.
+        stalls: in its steps, in order of time, with whose layer was waited for.
+        between_steps_ns: from one of its steps to the next.
+        computing_ns: the rest of its steps, all their members together.
+    """
+
+    request: int
+    ttft_ns: int
+    admission_ns: int
+    submission_ns: int
+    own_transfer_ns: int
+    behind: tuple[Blame, ...]
+    link_idle_ns: int
+    release_in_step_ns: int
+    release_idle_ns: int
+    queue_ns: int
+    redone_ns: int
+    stalls: tuple[LayerStall, ...]
+    between_steps_ns: int
+    computing_ns: int
+
+    @property
+    def stall_ns(self) -> int:
+        """All stalls."""
+        return sum(stall.stall_ns for stall in self.stalls)
+
+    @property
+    def behind_ns(self) -> int:
+        """All waiting for others' slices."""
+        return sum(blame.ns for blame in self.behind)
+
+    def parts(self) -> tuple[tuple[str, int], ...]:
+        """(what, ns), in the order of time; they add up to `ttft_ns`."""
+        return (
+            ("admission", self.admission_ns),
+            ("waits to be submitted", self.submission_ns),
+            ("transfer wait: own slices", self.own_transfer_ns),
+            ("transfer wait: behind others", self.behind_ns),
+            ("transfer wait: link idle", self.link_idle_ns),
+            ("release wait: engine in a step", self.release_in_step_ns),
+            ("release wait: idle poll", self.release_idle_ns),
+            ("queue", self.queue_ns),
+            ("done again", self.redone_ns),
+            ("stall", self.stall_ns),
+            ("between steps", self.between_steps_ns),
+            ("computing", self.computing_ns),
+        )
+
+
+def explain(recording: Recording, number: int) -> Explanation:
+    """The parts of that request's time to first token.
+
+    Raises:
+        ValueError: no such request.
+    """
+    one = recording.request(number)
+    wire: dict[int, list[Interval]] = {}
+    for busy in recording.occupations:
+        if busy.station == "h2d" and busy.begin_ns < one.ready_ns and busy.end_ns > one.submitted_ns:
+            wire.setdefault(busy.request, []).append((busy.begin_ns, busy.end_ns))
+    left: list[Interval] = [(one.submitted_ns, one.ready_ns)]
+    taken: dict[int, int] = {}
+    for request in (number, *sorted(set(wire) - {number})):
+        after = _without(left, wire.get(request, []))
+        taken[request] = _length(left) - _length(after)
+        left = after
+    behind = [Blame(request, ns) for request, ns in taken.items() if request != number and ns]
+    polls = [(step.polled_ns, step.end_ns) for step in recording.steps]
+    idle = _length(_without([(one.ready_ns, one.released_ns)], polls))
+    steps = own_steps(recording, one)
+    stalls = tuple(stall for step in steps for stall in step.stalls)
+    running = sum(step.end_ns - step.start_ns for step in steps)
+    return Explanation(
+        number,
+        one.ttft_ns,
+        one.admitted_ns - one.arrival_ns,
+        one.submitted_ns - one.admitted_ns,
+        taken[number],
+        tuple(sorted(behind, key=lambda blame: (-blame.ns, blame.request))),
+        _length(left),
+        one.released_ns - one.ready_ns - idle,
+        idle,
+        one.first_started_ns - one.released_ns,
+        one.started_ns - one.first_started_ns,
+        stalls,
+        one.first_token_ns - one.started_ns - running,
+        running - sum(stall.stall_ns for stall in stalls),
+    )
+
+
+def own_steps(recording: Recording, one: RequestSpan) -> list[StepSpan]:
+    """The steps that computed for the request from its last start to its first token."""
+    return [
+        step
+        for step in recording.steps
+        if one.started_ns <= step.start_ns < one.first_token_ns
+        and any(chunk.request == one.request for chunk in step.chunks)
+    ]
+
+
+def explanation_lines(recording: Recording, explanation: Explanation) -> list[str]:
+    """The explanation as people read it, a line a part; parts of nothing are left out."""
+    one = recording.request(explanation.request)
+    lines = [
+        f"Request {one.request} ({recording.source.value}, {recording.strategy}): {one.cached_tokens:,} cached + "
+        f"{one.new_tokens:,} new tokens, first token after {_ms(explanation.ttft_ns)} ms.",
+        f"On {recording.system}.",
+    ]
+    for name, ns in explanation.parts():
+        if ns:
+            lines.append(f"{_ms(ns):>12} ms {ns / max(1, explanation.ttft_ns):5.1%}  {name}")
+        if name == "transfer wait: behind others":
+            lines += [f"{'':23}{_ms(blame.ns):>12} ms  request {blame.request}" for blame in explanation.behind]
+        if name == "stall":
+            lines += [f"{'':23}{_ms(ns):>12} ms  {cause}" for cause, ns in _stall_lines(explanation)]
+    lines.append(f"{_ms(sum(ns for _, ns in explanation.parts())):>12} ms         in all")
+    lines += [f"Note: {note}" for note in recording.notes]
+    return lines
+
+
+def _stall_lines(explanation: Explanation) -> list[tuple[str, int]]:
+    return [
+        (
+            f"layer {stall.layer}, its own"
+            if stall.culprit == explanation.request
+            else f"layer {stall.layer} of request {stall.culprit}",
+            stall.stall_ns,
+        )
+        for stall in explanation.stalls
+    ]
+
+
+def explanation_document(explanation: Explanation) -> dict[str, object]:
+    """The same for JSON, exact."""
+    return {
+        "request": explanation.request,
+        "ttft_ns": explanation.ttft_ns,
+        "parts_ns": dict(explanation.parts()),
+        "behind": [blame._asdict() for blame in explanation.behind],
+        "stalls": [stall._asdict() for stall in explanation.stalls],
+    }
+
+
+def _length(intervals: Iterable[Interval]) -> int:
+    return sum(end - begin for begin, end in intervals)
+
+
+def _without(intervals: Sequence[Interval], taken: Sequence[Interval]) -> list[Interval]:
+    """What of the intervals the taken ones do not cover.
+
+    >>> _without([(0, 10)], [(2, 4), (3, 6), (9, 12)])
+    [(0, 2), (6, 9)]
+    """
+    left = list(intervals)
+    for begin, end in taken:
+        pieces: list[Interval] = []
+        for low, high in left:
+            if end <= low or high <= begin:
+                pieces.append((low, high))
+            else:
+                pieces += [piece for piece in ((low, begin), (end, high)) if piece[0] < piece[1]]
+        left = pieces
+    return [(low, high) for low, high in left if low < high]
+
+
+def _ms(ns: int) -> str:
+    return f"{ns / 1e6:,.3f}"
