@@ -21,6 +21,12 @@ ORD-3   An order key fits a signed 64-bit integer, because the native thread kee
 TIME-1  One request alone takes at least the longer of transfer and prefill, and at most their sum, overheads apart.
 TIME-2  The width of all layers with whole release is chunk-major exactly.
 TIME-3  Without a request, no other's landing is later under FIFO.
+REC-1   A recorded request's instants never go back: arrival, admission, submission, ready, release, start, first token,
+        end.
+REC-2   Its slices hold every layer once and in order, and none lands before submission.
+REC-3   Recorded steps do not overlap; a stall lies inside its step, and who caused it is in the recording.
+REC-4   A request is in the step with which it starts, and in the one that gives its first token.
+REC-5   What occupies a station belongs to a request of the recording.
 SAFE-2  What a former owner of a slot or an id still records releases nothing of the present one.
 """
 

@@ -3,13 +3,7 @@
 A recording is a value; `lamella.reference.chrome_trace` writes it as a file that Perfetto and Chrome open, and reads it
 back. Instants are ns from the recording's own zero, on one clock.
 
-What every recording holds to (`check_recording`):
-
-- REC-1 a request's instants never go back: arrival, admission, submission, release, start, first token, end.
-- REC-2 its slices hold every layer once and in order, and none lands before submission.
-- REC-3 steps do not overlap; a stall lies inside its step, and who caused it is in the recording.
-- REC-4 a request's first step starts when the request does, and the step that ends its prefill gives the first token.
-- REC-5 an occupation of the link or another station belongs to a request of the recording and ends after it begins.
+Contracts: REC-1 .. REC-5 of `lamella.reference`; `check_recording` holds a recording to them.
 """
 
 from __future__ import annotations

@@ -7,6 +7,9 @@ SIM-2   A stretch of decode steps run as one event is what its steps are, to the
 SIM-3   What went in comes out: requests, tokens and bytes.
 SIM-4   The same requests and seed give the same records.
 SIM-5   Where the profile was not measured nothing is answered, unless extrapolation was asked for.
+SIM-6   The parts of an explained time to first token add up to it, to the nanosecond.
+SIM-7   Cells give the same results however they ran: in one process, in several, on several machines, in one go or
+        resumed.
 """
 
 if __name__ != "lamella.sim":
