@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from lamella.cuda_ext._engine_library import ProgressStruct, TransferStopped, check_engine
 from lamella.reference.slices import Slice
@@ -62,6 +62,41 @@ class SliceTimes(NamedTuple):
     landed_ns: tuple[int, ...]
 
 
+class Arriving(Protocol):
+    """A transfer that somebody waits for, whether this process moves it (`Transfer`) or another one."""
+
+    @property
+    def slices(self) -> Sequence[Slice]:
+        """The units in which it moves, in order."""
+
+    @property
+    def num_slices(self) -> int:
+        """Units in which it moves."""
+
+    @property
+    def state(self) -> TransferState:
+        """Where it is now."""
+
+    @property
+    def error(self) -> str:
+        """Why it failed or was cancelled; "" otherwise."""
+
+    def query(self) -> Progress:
+        """Its progress now; never blocks."""
+
+    def wait_layer(self, layer: int, stream: int = 0, timeout_s: float = 30.0) -> int:
+        """As `Transfer.wait_layer`."""
+
+    def wait_final(self, timeout_s: float) -> TransferState:
+        """As `Transfer.wait_final`."""
+
+    def timestamps_ns(self) -> SliceTimes:
+        """As `Transfer.timestamps_ns`."""
+
+    def cancel(self) -> None:
+        """As `Transfer.cancel`."""
+
+
 class Transfer:
     """A handle of one transfer; safe to use from several threads.
 
@@ -73,7 +108,7 @@ class Transfer:
     ) -> None:
         self._library = library
         self._handle = handle
-        self.slices = tuple(slices)
+        self.slices: Sequence[Slice] = tuple(slices)
         """The units in which it moves, in order."""
         self.num_bytes: int = queued.num_bytes
         """Bytes it moves in all."""
@@ -139,6 +174,15 @@ class Transfer:
             TimeoutError, TransferStopped: as `wait`.
         """
         self._check(self._library.lm_transfer_wait_slices(self._handle, slices, 0, _ns(timeout_s)))
+
+    def wait_landed(self, slices: int, timeout_s: float) -> None:
+        """That many slices are in place.
+
+        Raises:
+            ValueError: more slices than there are.
+            TimeoutError, TransferStopped: as `wait`.
+        """
+        self._check(self._library.lm_transfer_wait_slices(self._handle, slices, 1, _ns(timeout_s)))
 
     def wait_layer(self, layer: int, stream: int = 0, timeout_s: float = 30.0) -> int:
         """Work given to `stream` from now on runs after the layer has landed; returns the host's waiting time in ns.
