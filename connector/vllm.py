@@ -171,8 +171,10 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
     # ---- the scheduler's hooks
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], LamellaHandshake]) -> None:
-        """Every rank has said how it names its objects."""
+        """Every rank has said how it names its objects; nothing was said where nothing is stored or loaded."""
         ranks = list(metadata.values())
+        if not ranks:  # 0.26 calls this without any
+            return
         self._scheduler.set_ranks([rank.objects for rank in ranks], min(rank.ready_slots for rank in ranks))
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, LamellaHandshake]) -> None:
