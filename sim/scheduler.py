@@ -186,6 +186,14 @@ class Scheduler:
         if not job.landed:
             self.landing[job.sequence] = job
 
+    def unfinished(self) -> list[tuple[int, int]]:
+        """(context, tokens left) of every prefill that is released or cut."""
+        jobs = [*self._cut, *(job for _, job in self._ready)]
+        return [
+            (job.request.cached_tokens + job.computed_tokens, job.request.new_tokens - job.computed_tokens)
+            for job in jobs
+        ]
+
     def first_chunk_tokens(self, job: Job) -> int:
         """Tokens of the job's first step, were it alone there."""
         return job.request.new_tokens if self._budget is None else min(job.request.new_tokens, self._budget)

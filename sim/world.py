@@ -50,6 +50,7 @@ class World:
         on_finish: called with each record at the instant of completion.
         keep_steps: whether `steps` is filled.
         fast_forward: False runs every decode step as an event of its own; slower, the same result.
+        make_engine: the engine's class, or what makes one with the same arguments.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class World:
         on_finish: Callable[[RequestRecord], object] | None = None,
         keep_steps: bool = False,
         fast_forward: bool = True,
+        make_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self.clock = clock or Clock()
         self.link = Link(self.clock, order)
@@ -72,7 +74,7 @@ class World:
         self._on_finish = on_finish
         self._admitted = 0
         self._arrived_tokens = 0
-        self._engine = Engine(
+        self._engine = make_engine(
             self.clock,
             self.link,
             compute,

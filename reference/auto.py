@@ -1,0 +1,493 @@
+"""`auto`: for each request, which way its hit should reach the engine, from a calibrated device and the state of now.
+
+A hit can be loaded slice by slice and released early, loaded whole (chunk-major), loaded into the very next step
+(synchronous), or left where it is and computed again (off). `AutoPolicy.choose` predicts the time to first token of
+each of these *arms*, adds what it would cost others, and takes the least:
+
+    cost = own time to first token + delay of the requests that wait + bystander_weight * decoding * extra time
+
+The prediction is a chain of the requests known now, in the order in which the link serves them; with c the computing
+time of each and A the landing of its last layer::
+
+    ends(e, i) = max(e + c_i, A_i + c_i * width / layers)         released early: the last slice's layers come behind it
+    ends(e, i) = max(e, A_i) + c_i                                 released whole
+
+The same `AutoPolicy` runs in the simulator and in the connector. It is pure: what it knows of the device beyond the
+profile is a `Correction`, which observations turn into the next one.
+
+Contracts:
+
+- AUTO-1 the chosen arm's cost is the least of all arms the engine can do, but for `TIE`, within which the simpler wins.
+- AUTO-2 same arguments, same answer.
+- AUTO-3 a correction moves towards what is observed, never beyond it, and stays within `CORRECTION_RANGE`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import ClassVar, Final, NamedTuple
+
+from lamella.reference.profile import DeviceProfile, Graphs
+from lamella.reference.release import JustInTime, ReleasePolicy, ReleaseView, Whole
+from lamella.reference.tables import PrefillTable
+
+TIE: Final = 0.003
+"""Costs this close are equal; then the arm that comes first in `Arm`'s order is taken."""
+CORRECTION_RANGE: Final = 32.0
+"""A device is taken to be at most so many times faster or slower than its profile."""
+LARGEST_JUMP: Final = 4.0
+"""One observation counts for at most this factor, so that a hiccup is not believed."""
+SETTLED_GAIN: Final = 0.125
+"""Weight of an observation once several have been seen; the n-th before that has 1/n."""
+
+
+class Arm(Enum):
+    """The ways of a hit, the simplest first."""
+
+    CHUNK_MAJOR = "chunk_major"
+    """Parked, loaded as whole objects, released when all has landed."""
+    EARLY = "early"
+    """Parked, loaded slice by slice, released while the rest is on the wire."""
+    SYNC = "sync"
+    """In the next step at once; each layer waits for its slice."""
+    OFF = "off"
+    """Not loaded: computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeighedRelease:
+    """Released at the poll from which waiting for another would cost more than the stall.
+
+    Released s ns too early, each of the decoding bystanders stands still for s, which counts `bystander_weight * s`;
+    released a poll later, the request starts `step_ns - s` too late. With nobody to hurt, a stall is only the request's
+    own waiting, so it is released with its first layer.
+
+    Raises:
+        ValueError: a weight below 0.
+    """
+
+    bystander_weight: float = 1.0
+    needs_forecast: ClassVar[bool] = True
+    weighs_steps: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_weight(self.bystander_weight)
+
+    def layers_needed(self, num_layers: int) -> int:
+        """One; the rest is a matter of time."""
+        return 1
+
+    def release_ns(self, view: ReleaseView) -> int:
+        """The stall-free instant less the stall worth taking, but not before the first layer lands."""
+        weighed = self.bystander_weight * view.victims
+        if weighed == 0:
+            return view.arrival_ns[0]
+        return JustInTime(int(view.step_ns / (1 + weighed))).release_ns(view)
+
+    def __str__(self) -> str:
+        return f"weighed:{self.bystander_weight:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What was observed of the device, as factors on the profile's times; 2 for twice as slow.
+
+    Attributes:
+        wire: on the time of bytes on the link.
+        steps: on the computing time of steps.
+        wire_seen, steps_seen: observations behind each.
+
+    Raises:
+        ValueError: a factor outside 1/32 .. 32, or a negative count.
+
+    >>> Correction().after_load(1_000, 2_000).wire
+    2.0
+    """
+
+    wire: float = 1.0
+    steps: float = 1.0
+    wire_seen: int = 0
+    steps_seen: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("wire", "steps"):
+            if not 1 / CORRECTION_RANGE <= getattr(self, name) <= CORRECTION_RANGE:
+                raise ValueError(f"{name} must be between 1/32 and 32, got {getattr(self, name)}")
+        if min(self.wire_seen, self.steps_seen) < 0:
+            raise ValueError(f"observations must be at least 0, got {self.wire_seen} and {self.steps_seen}")
+
+    def after_load(self, profile_ns: int, measured_ns: int) -> Correction:
+        """With one more load, which the profile alone would have let take `profile_ns`; ignored if a time is below 1."""
+        if min(profile_ns, measured_ns) < 1:
+            return self
+        wire = _moved(self.wire, measured_ns / profile_ns, self.wire_seen)
+        return replace(self, wire=wire, wire_seen=self.wire_seen + 1)
+
+    def after_steps(self, profile_ns: int, measured_ns: int) -> Correction:
+        """With one more step, or several together, as `after_load`."""
+        if min(profile_ns, measured_ns) < 1:
+            return self
+        steps = _moved(self.steps, measured_ns / profile_ns, self.steps_seen)
+        return replace(self, steps=steps, steps_seen=self.steps_seen + 1)
+
+
+def _moved(factor: float, observed: float, seen: int) -> float:
+    """The factor a share of the way to the observed one, in proportions: never beyond it (AUTO-3)."""
+    bounded = min(max(observed / factor, 1 / LARGEST_JUMP), LARGEST_JUMP)
+    gain = max(SETTLED_GAIN, 1 / (seen + 1))
+    return min(max(factor * bounded**gain, 1 / CORRECTION_RANGE), CORRECTION_RANGE)
+
+
+class WaitingLoad(NamedTuple):
+    """A request that waits for its load.
+
+    Attributes:
+        landed_ns: until its last layer lands, from now; at most 0 if it has.
+        compute_ns: its prefill.
+    """
+
+    landed_ns: int
+    compute_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class AutoView:
+    """What is known when a request asks. Times are from now.
+
+    Attributes:
+        load_tokens: the hit, as far as the engine does not hold it already.
+        cached_tokens: context of the new tokens if the hit is loaded: `load_tokens` and what the engine holds.
+        new_tokens: prompt tokens behind the hit.
+        link_wait_ns: until the link would begin this load.
+        engine_wait_ns: until the next step can form.
+        queued_ns: computing that goes before anything released from now on: prefills ready or cut.
+        waiting: loads that are under way and whose requests are not released, in the order of the link.
+        decoding: requests that decode.
+        step_ns: length of a step in which only they do.
+        idle: whether the engine computes nothing, so that it looks every idle poll.
+    """
+
+    load_tokens: int
+    cached_tokens: int
+    new_tokens: int
+    link_wait_ns: int = 0
+    engine_wait_ns: int = 0
+    queued_ns: int = 0
+    waiting: tuple[WaitingLoad, ...] = ()
+    decoding: int = 0
+    step_ns: int = 0
+    idle: bool = True
+
+
+class Prediction(NamedTuple):
+    """What one arm would bring: the request's own time to first token, and that with what it costs others."""
+
+    arm: Arm
+    width: int | tuple[int, ...]
+    ttft_ns: int
+    cost_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The arm for one request.
+
+    Attributes:
+        chosen: what is done.
+        predictions: of every arm the engine can do.
+        release: when the request may run; means nothing for `SYNC` and `OFF`.
+        compute_ns: the prefill's first step, over the loaded hit; what release decisions compare with.
+        prefill_ns: all of its steps.
+        load_ns: on the link, 0 if nothing is loaded.
+    """
+
+    chosen: Prediction
+    predictions: tuple[Prediction, ...]
+    release: ReleasePolicy
+    compute_ns: int
+    prefill_ns: int
+    load_ns: int
+
+    @property
+    def arm(self) -> Arm:
+        """The chosen arm."""
+        return self.chosen.arm
+
+    @property
+    def loads(self) -> bool:
+        """Whether anything is loaded."""
+        return self.chosen.arm is not Arm.OFF
+
+    @property
+    def regret(self) -> float:
+        """By how much the request's own first token is later than with the arm best for it alone; 0.1 for a tenth.
+
+        Above 0 where another's delay, or a tie, decided otherwise.
+        """
+        return self.chosen.ttft_ns / max(1, min(one.ttft_ns for one in self.predictions)) - 1
+
+    def reason(self) -> str:
+        """The decision in one line, for a log."""
+        told = ", ".join(
+            f"{one.arm.value} {one.ttft_ns / 1e6:.1f}"
+            + (f" (+{(one.cost_ns - one.ttft_ns) / 1e6:.1f} for others)" if one.cost_ns > one.ttft_ns else "")
+            for one in self.predictions
+        )
+        how = "" if self.arm in (Arm.OFF, Arm.CHUNK_MAJOR) else f", {_width_text(self.chosen.width)} layers a slice"
+        return f"{self.arm.value}{how}; time to first token, ms: {told}; regret {self.regret:.1%}"
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What the engine can do with a hit; chunk-major and off it always can.
+
+    Attributes:
+        early: release before all has landed.
+        sync: take the request into the next step.
+        least_width: narrowest slices that copy near the rate of the wire.
+    """
+
+    early: bool = True
+    sync: bool = True
+    least_width: int = 1
+
+
+class AutoPolicy:
+    """Chooses an arm for each request.
+
+    Args:
+        profile: the calibrated device; its link, host side and prefill times are used.
+        num_layers: of the served model; None for the profile's.
+        token_bytes: KV bytes of a token over all layers, on one rank; None for the profile's.
+        token_budget: most tokens in a step; None for the profile's.
+        bystander_weight: what a ns that one decoding request stands still counts, against a ns of time to first token.
+
+    Raises:
+        ValueError: a count below 1, or a weight below 0.
+    """
+
+    def __init__(
+        self,
+        profile: DeviceProfile,
+        num_layers: int | None = None,
+        token_bytes: int | None = None,
+        token_budget: int | None = None,
+        bystander_weight: float = 1.0,
+    ) -> None:
+        self._prefill: PrefillTable = profile.prefill
+        self._compute = profile.compute(Graphs.PIECEWISE, extrapolate=True)
+        self.num_layers = profile.num_layers if num_layers is None else num_layers
+        self.token_bytes = profile.token_bytes if token_bytes is None else token_bytes
+        self._budget = profile.engine.token_budget if token_budget is None else token_budget
+        for name, value in (("num_layers", self.num_layers), ("token_bytes", self.token_bytes)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self._budget < 1:
+            raise ValueError(f"token_budget must be at least 1, got {self._budget}")
+        self._ns_per_byte = 1e9 / profile.wire.h2d_bytes_per_s
+        self.slice_ns = profile.wire.slice_fixed_ns
+        """What each slice costs on the link besides its bytes."""
+        self._poll_ns = profile.engine.idle_poll_ns
+        self.release = WeighedRelease(bystander_weight)
+        """For loads that are released early."""
+        self._weight = bystander_weight
+        self._schedules = _schedules(self.num_layers)
+
+    # ---- times
+
+    def wire_ns(self, tokens: int) -> int:
+        """The profile's time of that many tokens' bytes on the link, fixed costs apart."""
+        return round(tokens * self.token_bytes * self._ns_per_byte)
+
+    def load_ns(self, tokens: int, num_slices: int, correction: Correction) -> int:
+        """A load's time on the link."""
+        return round(self.wire_ns(tokens) * correction.wire) + num_slices * self.slice_ns
+
+    def prefill_ns(self, cached: int, new: int, correction: Correction) -> tuple[int, int]:
+        """(the first step of a prefill, all of its steps), each alone in its step."""
+        first = total = 0.0
+        done = 0
+        while done < new:
+            tokens = min(self._budget, new - done)
+            step = self._prefill.alone_ns(cached + done, tokens)
+            total += step
+            first = first or step
+            done += tokens
+        return round(first * correction.steps), round(total * correction.steps)
+
+    def step_ns(self, prefills: Sequence[tuple[int, int]], decoding: int = 0, context_tokens: int = 0) -> int:
+        """The profile's time of a step with these (cached, new) prefills beside so many decoding requests."""
+        return self._compute.step_ns(prefills, decoding, context_tokens)
+
+    # ---- the choice
+
+    def choose(self, view: AutoView, correction: Correction, can: Abilities = Abilities()) -> Decision:  # noqa: B008
+        """The arm whose cost is least (AUTO-1).
+
+        Args:
+            view: the request and the state of now.
+            correction: what was observed so far.
+            can: what the engine can do.
+
+        Raises:
+            ValueError: nothing to load or to compute, or a negative time.
+        """
+        if min(view.load_tokens, view.new_tokens) < 1 or view.cached_tokens < view.load_tokens:
+            raise ValueError(f"a choice needs a hit and new tokens behind it, got {view}")
+        if min(view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns, view.decoding) < 0:
+            raise ValueError(f"times and counts must be at least 0, got {view}")
+        first_ns, prefill_ns = self.prefill_ns(view.cached_tokens, view.new_tokens, correction)
+        free_ns = view.engine_wait_ns + view.queued_ns
+        ahead = _chain(free_ns, view.waiting)  # when each of those that wait is done, if nothing joins
+        behind_ns = ahead[-1] if ahead else free_ns
+        look_ns = (self._poll_ns if view.idle and not view.decoding else view.step_ns) // 2
+        hurt = self._weight * view.decoding
+        wire_ns = self.wire_ns(view.load_tokens) * correction.wire
+        whole_ns = view.link_wait_ns + round(wire_ns) + self.slice_ns
+        least = min(can.least_width, self.num_layers)
+
+        ttft = max(whole_ns + look_ns, behind_ns) + prefill_ns
+        found = [Prediction(Arm.CHUNK_MAJOR, self.num_layers, ttft, round(ttft + hurt * prefill_ns))]
+        if can.early and least < self.num_layers:
+            found.append(self._early(view, wire_ns, first_ns, prefill_ns, behind_ns, look_ns, hurt, least))
+        if can.sync and least < self.num_layers:
+            found.append(self._sync(view, wire_ns, first_ns, prefill_ns, ahead, hurt, least))
+        found.append(self._off(view, correction, ahead, hurt))
+        bound = min(one.cost_ns for one in found) * (1 + TIE)
+        chosen = next(one for one in found if one.cost_ns <= bound)
+        release: ReleasePolicy = self.release if chosen.arm is Arm.EARLY else Whole()
+        load_ns = 0
+        if chosen.arm is not Arm.OFF:
+            load_ns = round(wire_ns) + self._num_slices(chosen.width) * self.slice_ns
+        return Decision(chosen, tuple(found), release, first_ns, prefill_ns, load_ns)
+
+    def _early(
+        self,
+        view: AutoView,
+        wire_ns: float,
+        first_ns: int,
+        prefill_ns: int,
+        behind_ns: int,
+        look_ns: int,
+        hurt: float,
+        least: int,
+    ) -> Prediction:
+        """Slices of the best width, released with the first or just in time, whichever costs less."""
+        start_ns = behind_ns - view.link_wait_ns  # from the load's first byte
+        width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, look_ns, least)
+        begun_ns = max(start_ns, landed_ns + look_ns)
+        stall_ns = max(0, done_ns - begun_ns - first_ns)
+        extra_ns = min(hurt * stall_ns, float(look_ns)) if hurt else 0.0  # waits for a later poll where that is cheaper
+        ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
+        if hurt and hurt * stall_ns > look_ns:
+            ttft += look_ns
+            extra_ns = 0.0
+        return Prediction(Arm.EARLY, width, ttft, round(ttft + extra_ns + hurt * prefill_ns))
+
+    def _sync(
+        self,
+        view: AutoView,
+        wire_ns: float,
+        first_ns: int,
+        prefill_ns: int,
+        ahead: Sequence[int],
+        hurt: float,
+        least: int,
+    ) -> Prediction:
+        """In the next step: everybody who decodes, and every load released meanwhile, stands until this one landed."""
+        start_ns = view.engine_wait_ns + view.queued_ns - view.link_wait_ns
+        width, done_ns, _ = self._best_width(wire_ns, first_ns, start_ns, None, least)
+        ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
+        stall_ns = max(0, done_ns - start_ns - first_ns)
+        others_ns = _delay(ttft, view.waiting, ahead)
+        return Prediction(Arm.SYNC, width, ttft, round(ttft + others_ns + hurt * (stall_ns + prefill_ns)))
+
+    def _off(self, view: AutoView, correction: Correction, ahead: Sequence[int], hurt: float) -> Prediction:
+        """Computed again, from now on: loads that land meanwhile wait for it."""
+        held = view.cached_tokens - view.load_tokens
+        _, again_ns = self.prefill_ns(held, view.load_tokens + view.new_tokens, correction)
+        ttft = view.engine_wait_ns + view.queued_ns + again_ns
+        others_ns = _delay(ttft, view.waiting, ahead)
+        return Prediction(Arm.OFF, self.num_layers, ttft, round(ttft + others_ns + hurt * again_ns))
+
+    def _best_width(
+        self, wire_ns: float, first_ns: int, start_ns: int, look_ns: int | None, least: int
+    ) -> tuple[int | tuple[int, ...], int, int]:
+        """(width, end of the prefill's first step, landing of the first slice), from the load's first byte on.
+
+        Args:
+            start_ns: when the engine could begin; may be negative.
+            look_ns: from a landing until the engine looks; None if it does not wait for the first slice.
+        """
+        layers, fixed = self.num_layers, self.slice_ns
+        best: tuple[int, int | tuple[int, ...], int] | None = None
+        for width, slices in self._schedules:
+            if slices[0] < least or slices[-1] < least:
+                continue
+            landed, reached, done = 0.0, 0.0, 0
+            for part in slices:
+                landed += wire_ns * part / layers + fixed
+                if not done:
+                    first_landed = landed
+                    reached = max(float(start_ns), landed if look_ns is None else landed + look_ns)
+                done += part
+                reached = max(reached, landed) + first_ns * part / layers
+            if best is None or reached < best[0]:
+                best = (round(reached), width, round(first_landed))
+        assert best is not None, "all layers in one slice are always wide enough"
+        return best[1], best[0], best[2]
+
+    def _num_slices(self, width: int | tuple[int, ...]) -> int:
+        return next(len(slices) for known, slices in self._schedules if known == width)
+
+
+def _chain(free_ns: int, waiting: Sequence[WaitingLoad]) -> list[int]:
+    """When each of the waiting requests is done, one after another, each released early."""
+    ends: list[int] = []
+    for landed_ns, compute_ns in waiting:
+        free_ns = max(free_ns + compute_ns, landed_ns)
+        ends.append(free_ns)
+    return ends
+
+
+def _delay(free_ns: int, waiting: Sequence[WaitingLoad], ahead: Sequence[int]) -> int:
+    """By how much all of them together are later if the engine is free at `free_ns` only."""
+    total = 0
+    for (landed_ns, compute_ns), undisturbed_ns in zip(waiting, ahead, strict=True):
+        free_ns = max(free_ns + compute_ns, landed_ns)
+        if free_ns <= undisturbed_ns:
+            break  # from here on nobody notices
+        total += free_ns - undisturbed_ns
+    return total
+
+
+def _schedules(num_layers: int) -> tuple[tuple[int | tuple[int, ...], tuple[int, ...]], ...]:
+    """Widths and schedules worth trying, with the layers of each slice: 1, 2, 4 ..., all, and 1,1,2,4,8 ... rising.
+
+    Where each slice costs something, a rising schedule has the early first layer of width 1 for fewer slices.
+    """
+    found: list[tuple[int | tuple[int, ...], tuple[int, ...]]] = []
+    width = 1
+    while width < num_layers:
+        whole, rest = divmod(num_layers, width)
+        found.append((width, (width,) * whole + ((rest,) if rest else ())))
+        width *= 2
+    found.append((num_layers, (num_layers,)))
+    rising: list[int] = [1]
+    while sum(rising) < num_layers:
+        rising.append(min(sum(rising), num_layers - sum(rising)))
+    if len(rising) > 2:
+        found.append((tuple(rising), tuple(rising)))
+    return tuple(found)
+
+
+def _width_text(width: int | tuple[int, ...]) -> str:
+    return str(width) if isinstance(width, int) else ",".join(map(str, width))
+
+
+def _check_weight(weight: float) -> None:
+    if not 0 <= weight < math.inf:
+        raise ValueError(f"bystander_weight must be at least 0 and finite, got {weight}")

@@ -1,0 +1,128 @@
+"""The world's engine with `auto`: it chooses an arm when a request asks, as the connector does when vLLM asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from lamella.reference.auto import Abilities, Arm, AutoPolicy, AutoView, Correction, Decision
+from lamella.reference.auto_ledger import LoadLedger
+from lamella.reference.slices import plan_slices
+from lamella.reference.timeline import NOTHING_TO_LOAD, Load
+from lamella.sim.engine import Engine
+from lamella.sim.scheduler import Job
+
+
+class AutoEngine(Engine):
+    """Chooses at the poll that would submit a job's load.
+
+    A job comes with the load of the whole hit in one slice; what is chosen takes its place. Chunk-major is one slice,
+    which no release rule can tell from whole release, so the world's one rule serves all arms.
+
+    Args:
+        policy: chooses.
+        load_of: the load of so many tokens with such a width, on the true link.
+        can: what the engine can do.
+        learns: whether observations correct the policy's profile.
+        on_choice: called with each decision; None if nobody counts.
+        (others): as `Engine`.
+    """
+
+    def __init__(
+        self,
+        *arguments: Any,
+        policy: AutoPolicy,
+        load_of: Callable[[int, int | tuple[int, ...]], Load],
+        can: Abilities,
+        learns: bool,
+        on_choice: Callable[[Decision], object] | None,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        self._policy = policy
+        self._load_of = load_of
+        self._can = can
+        self._learns = learns
+        self._on_choice = on_choice
+        self.correction = Correction()
+        """What was observed so far."""
+        self._ledger = LoadLedger()
+        self._last_landing_ns = 0
+
+    # ---- a request asks
+
+    def _submit(self, job: Job) -> None:
+        request = job.request
+        tokens = sum(request.load.slice_bytes) // self._policy.token_bytes
+        decision = self._policy.choose(self._view(job, tokens), self.correction, self._can)
+        if self._on_choice is not None:
+            self._on_choice(decision)
+        if decision.arm is Arm.OFF:
+            job.request = request._replace(
+                cached_tokens=request.cached_tokens - tokens,
+                new_tokens=request.new_tokens + tokens,
+                load=NOTHING_TO_LOAD,
+            )
+            self.prefilled_tokens -= tokens  # they were not counted as arrived
+            self._due.append(job)
+            return
+        job.request = request._replace(load=self._load_of(tokens, decision.chosen.width))
+        super()._submit(job)
+        self._ledger.began(job.sequence, self._clock.now_ns, decision.load_ns, decision.prefill_ns)
+        if decision.arm is Arm.SYNC:
+            self._due.append(job)
+
+    def _view(self, job: Job, tokens: int) -> AutoView:
+        now, scheduler = self._clock.now_ns, self._scheduler
+        ready = [(one.request.cached_tokens, one.request.new_tokens) for one in self._due if one.transfer is None]
+        decoding = scheduler.decode_batch
+        return AutoView(
+            load_tokens=tokens,
+            cached_tokens=job.request.cached_tokens,
+            new_tokens=job.request.new_tokens,
+            link_wait_ns=self._ledger.link_wait_ns(now),
+            queued_ns=sum(
+                self._policy.prefill_ns(cached, new, self.correction)[1]
+                for cached, new in (*ready, *scheduler.unfinished())
+            ),
+            waiting=self._ledger.waiting(now),
+            decoding=decoding,
+            step_ns=self._compute.decode_ns(decoding, scheduler.context_tokens, 1) if decoding else 0,
+            idle=not decoding,
+        )
+
+    # ---- what is observed
+
+    def _land(self, job: Job, part: int) -> None:
+        super()._land(job, part)
+        if not job.landed:
+            return
+        now = self._clock.now_ns
+        self._ledger.ended(job.sequence, now)
+        if self._learns and job.transfer is not None:
+            load = job.request.load
+            took_ns = now - max(job.submitted_ns, self._last_landing_ns)
+            tokens = sum(load.slice_bytes) // self._policy.token_bytes
+            self.correction = self.correction.after_load(
+                self._policy.wire_ns(tokens), took_ns - len(load.slice_ns) * self._policy.slice_ns
+            )
+        self._last_landing_ns = now
+
+    def _begin_step(self, taken: Sequence[Any]) -> None:
+        for job, _ in taken:
+            self._ledger.joined(job.sequence)
+        super()._begin_step(taken)  # type: ignore[arg-type]
+
+    def _end_step(self) -> None:
+        step = self._step
+        if self._learns and step is not None and step.taken and not step.loads:
+            prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in step.taken]
+            self.correction = self.correction.after_steps(
+                self._policy.step_ns(prefills), self._clock.now_ns - step.start_ns
+            )
+        super()._end_step()
+
+
+def slices_of(num_layers: int, width: int | tuple[int, ...]) -> tuple[int, ...]:
+    """Layers of each slice."""
+    return tuple(part.num_layers for part in plan_slices(num_layers, width))
