@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("cli", "connector", "cuda_ext", "reference", "sim")
+PACKAGES = ("cli", "connector", "cuda_ext", "reference", "server", "sim")
 
 
 @pytest.fixture(scope="session")

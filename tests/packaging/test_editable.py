@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGES = ("cli", "connector", "cuda_ext", "reference", "sim")
+PACKAGES = ("cli", "connector", "cuda_ext", "reference", "server", "sim")
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,8 @@ MAY_IMPORT = {
     "sim": {"reference"},
     "cuda_ext": {"reference"},
     "connector": {"reference", "cuda_ext"},
-    "cli": {"reference", "sim", "cuda_ext", "connector"},
+    "server": {"reference", "cuda_ext", "connector"},
+    "cli": {"reference", "sim", "cuda_ext", "connector", "server"},
 }
 # reference is the meaning: what it computes depends on its arguments and on nothing else.
 REFERENCE_MAY_NOT_IMPORT = {

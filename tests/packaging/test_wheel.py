@@ -12,7 +12,7 @@ import pytest
 
 from extras import NEEDS_AN_EXTRA
 
-PACKAGES = ("cli", "connector", "cuda_ext", "reference", "sim")
+PACKAGES = ("cli", "connector", "cuda_ext", "reference", "server", "sim")
 
 
 def _names(wheel: Path) -> list[str]:
