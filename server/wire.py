@@ -23,8 +23,8 @@ EVERY_RANK: Final = -1
 
 Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Bytes64: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
-Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
-Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=1 << 63)]
+Number: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Address: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 Offset: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), lt=1 << 62)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=EVERY_RANK, lt=1 << 16)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
