@@ -61,9 +61,9 @@ class Arm(Enum):
 class WeighedRelease:
     """Released at the poll from which waiting for another would cost more than the stall.
 
-    Released s ns too early, each of the decoding bystanders stands still for s, which counts `bystander_weight * s`;
-    released a poll later, the request starts `step_ns - s` too late. With nobody to hurt, a stall is only the request's
-    own waiting, so it is released with its first layer.
+    Released s ns too early, each of the decoding bystanders stands still for s, which counts `bystander_weight * s`, and
+    each prefill beside it for s; released a poll later, the request starts `step_ns - s` too late. With nobody to hurt,
+    a stall is only the request's own waiting, so it is released with its first layer.
 
     Raises:
         ValueError: a weight below 0.
@@ -82,7 +82,7 @@ class WeighedRelease:
 
     def release_ns(self, view: ReleaseView) -> int:
         """The stall-free instant less the stall worth taking, but not before the first layer lands."""
-        weighed = self.bystander_weight * view.victims
+        weighed = self.bystander_weight * view.victims + view.prefilling
         if weighed == 0:
             return view.arrival_ns[0]
         return JustInTime(int(view.step_ns / (1 + weighed))).release_ns(view)
@@ -377,7 +377,7 @@ class AutoPolicy:
     ) -> Prediction:
         """Slices of the best width, released with the first or just in time, whichever costs less."""
         start_ns = behind_ns - view.link_wait_ns  # from the load's first byte
-        width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, look_ns, least)
+        width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, look_ns, least, len(view.waiting))
         begun_ns = max(start_ns, landed_ns + look_ns)
         stall_ns = max(0, done_ns - begun_ns - first_ns)
         extra_ns = min(hurt * stall_ns, float(look_ns)) if hurt else 0.0  # waits for a later poll where that is cheaper
@@ -399,7 +399,7 @@ class AutoPolicy:
     ) -> Prediction:
         """In the next step: everybody who decodes, and every load released meanwhile, stands until this one landed."""
         start_ns = view.engine_wait_ns + view.queued_ns - view.link_wait_ns
-        width, done_ns, _ = self._best_width(wire_ns, first_ns, start_ns, None, least)
+        width, done_ns, _ = self._best_width(wire_ns, first_ns, start_ns, None, least, len(view.waiting))
         ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
         stall_ns = max(0, done_ns - start_ns - first_ns)
         others_ns = _delay(ttft, view.waiting, ahead)
@@ -414,16 +414,17 @@ class AutoPolicy:
         return Prediction(Arm.OFF, self.num_layers, ttft, round(ttft + others_ns + hurt * again_ns))
 
     def _best_width(
-        self, wire_ns: float, first_ns: int, start_ns: int, look_ns: int | None, least: int
+        self, wire_ns: float, first_ns: int, start_ns: int, look_ns: int | None, least: int, company: int
     ) -> tuple[int | tuple[int, ...], int, int]:
         """(width, end of the prefill's first step, landing of the first slice), from the load's first byte on.
 
         Args:
             start_ns: when the engine could begin; may be negative.
             look_ns: from a landing until the engine looks; None if it does not wait for the first slice.
+            company: loads that wait now. As many are taken to come behind this one, and each slice delays them all.
         """
         layers, fixed = self.num_layers, self.slice_ns
-        best: tuple[int, int | tuple[int, ...], int] | None = None
+        best: tuple[float, int | tuple[int, ...], int, int] | None = None
         for width, slices in self._schedules:
             if slices[0] < least or slices[-1] < least:
                 continue
@@ -435,10 +436,11 @@ class AutoPolicy:
                     reached = max(float(start_ns), landed if look_ns is None else landed + look_ns)
                 done += part
                 reached = max(reached, landed) + first_ns * part / layers
-            if best is None or reached < best[0]:
-                best = (round(reached), width, round(first_landed))
+            cost = reached + company * fixed * len(slices)
+            if best is None or cost < best[0]:
+                best = (cost, width, round(reached), round(first_landed))
         assert best is not None, "all layers in one slice are always wide enough"
-        return best[1], best[0], best[2]
+        return best[1], best[2], best[3]
 
     def _num_slices(self, width: int | tuple[int, ...]) -> int:
         return next(len(slices) for known, slices in self._schedules if known == width)

@@ -27,6 +27,7 @@ class ReleaseView:
         step_ns: how long the engine will be away if the request is not released at this poll: the length of the step
             that just ended, or the idle poll's interval.
         victims: requests that would stand still in a stall of the next step: the decoding ones.
+        prefilling: others that would: those with a prefill in the next step, where whoever asks knows them.
     """
 
     now_ns: int
@@ -35,6 +36,7 @@ class ReleaseView:
     start_delay_ns: int = 0
     step_ns: int = 0
     victims: int = 0
+    prefilling: int = 0
 
 
 class ReleasePolicy(Protocol):

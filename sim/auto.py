@@ -91,6 +91,15 @@ class AutoEngine(Engine):
             idle=not decoding,
         )
 
+    def _prefilling(self) -> int:
+        return len(self._scheduler.unfinished())
+
+    def _release_instants(self, away_ns: int) -> list[tuple[Job, int]]:
+        budget = self._settings.token_budget
+        taken = sum(tokens for _, tokens in self._scheduler.unfinished()) + self._scheduler.decode_batch
+        full = budget is not None and taken >= budget  # released or not, nobody else is in the next step
+        return super()._release_instants(0 if full else away_ns)
+
     # ---- what is observed
 
     def _land(self, job: Job, part: int) -> None:
