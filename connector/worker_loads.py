@@ -20,7 +20,7 @@ from lamella.connector.connector_metrics import Metrics
 from lamella.connector.safety_rules import SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
 from lamella.cuda_ext._engine_library import TransferStopped
-from lamella.cuda_ext.transfer import Transfer, TransferState
+from lamella.cuda_ext.transfer import Arriving, TransferState
 from lamella.reference.release import ReleasePolicy, ReleaseView
 
 _log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Load:
     """
 
     order: LoadOrder
-    submitted: Future[Transfer]
+    submitted: Future[Arriving]
     ordered_ns: int
     blocks: frozenset[int]
     released: bool = False
@@ -52,7 +52,7 @@ class Load:
     landed: bool = False
 
     @property
-    def transfer(self) -> Transfer | None:
+    def transfer(self) -> Arriving | None:
         """Its transfer, once submitted."""
         if not self.submitted.done() or self.submitted.cancelled() or self.submitted.exception() is not None:
             return None
@@ -86,7 +86,7 @@ class WorkerLoads:
 
     def __init__(
         self,
-        submit: Callable[[LoadOrder], Callable[[], Transfer]],
+        submit: Callable[[LoadOrder], Callable[[], Arriving]],
         num_layers: int,
         release: ReleasePolicy,
         block_tokens: int,
@@ -133,12 +133,13 @@ class WorkerLoads:
         for number in orders.cancels:
             self._cancel(number)
         for order in orders.loads:
-            self._begin(order, now_ns)
+            self.begin(order, now_ns)
         self.gated = [load for load in self._loads.values() if load.released and self._outstanding(load)]
         for load in self.gated:
             load.ready_layer = 0
 
-    def _begin(self, order: LoadOrder, now_ns: int) -> None:
+    def begin(self, order: LoadOrder, now_ns: int) -> None:
+        """The load is on its way; steps wait for it once it was released and the next of them has begun."""
         job = self._submit(order)
         blocks = frozenset(order.blocks[0][order.skip_tokens // self._block_tokens :]) - {0}
         load = Load(order, self._thread.submit(job), now_ns, blocks, released=order.joins_step)
@@ -216,7 +217,7 @@ class WorkerLoads:
                 self._observe(load, transfer)
         return found
 
-    def _report(self, load: Load, transfer: Transfer | None, ended: bool, found: Polled) -> None:
+    def _report(self, load: Load, transfer: Arriving | None, ended: bool, found: Polled) -> None:
         if load.reported:
             return
         if not ended and (load.failed or load.cancelled or transfer is None or not self._may_run(load, transfer)):
@@ -229,7 +230,7 @@ class WorkerLoads:
             self._metrics.observe("release_ns", time.monotonic_ns() - load.ordered_ns)
             self._metrics.count("released_early", not ended)
 
-    def _may_run(self, load: Load, transfer: Transfer) -> bool:
+    def _may_run(self, load: Load, transfer: Arriving) -> bool:
         policy = self._release
         progress = transfer.query()
         landed = transfer.slices[progress.landed - 1].end_layer if progress.landed else 0
@@ -341,7 +342,7 @@ class WorkerLoads:
         """Whether a step has passed over the hook; releases are whole from then on."""
         return self._hooks_bypassed
 
-    def _observe(self, load: Load, transfer: Transfer | None) -> None:
+    def _observe(self, load: Load, transfer: Arriving | None) -> None:
         if transfer is None or load.failed or load.cancelled:
             return
         landed = transfer.timestamps_ns().landed_ns
@@ -351,6 +352,6 @@ class WorkerLoads:
         self._metrics.count("loads_layerwise" if transfer.num_slices > 1 else "loads_whole")
 
 
-def _cancel_transfer(submitted: Future[Transfer]) -> None:
+def _cancel_transfer(submitted: Future[Arriving]) -> None:
     if not submitted.cancelled() and submitted.exception() is None:
         submitted.result().cancel()

@@ -19,7 +19,7 @@ from lamella.connector.storage.tier import TierError
 from lamella.connector.tier_prefetch import rank_key
 from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext.slots import SlotMemory
-from lamella.cuda_ext.transfer import Transfer, TransferState
+from lamella.cuda_ext.transfer import Arriving, TransferState
 from lamella.reference.layout import ByteRange
 from lamella.reference.slices import Slice
 
@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 @dataclass(slots=True)
 class _Store:
     order: StoreOrder
-    parts: list[Transfer] = field(default_factory=list)
+    parts: list[Arriving] = field(default_factory=list)
     next_layer: int = 0
     dropped: bool = False
 
@@ -50,7 +50,7 @@ class WorkerStores:
 
     def __init__(
         self,
-        submit: Callable[[StoreOrder, Sequence[Slice]], Transfer],
+        submit: Callable[[StoreOrder, Sequence[Slice]], Arriving],
         slices: Sequence[Slice],
         layerwise: bool,
         memory: SlotMemory,

@@ -152,9 +152,11 @@ class CacheMover:
             OSError: the board or an event cannot be opened.
         """
         layerwise = board is not None and width != 0
-        slices = plan_slices(self._layout.num_layers, width if layerwise else self._layout.num_layers)  # type: ignore[arg-type]
+        slices = plan_slices(self._layout.num_layers, width if layerwise else self._layout.num_layers)
         attached = self._board(board) if board is not None else None
-        count = {"board": attached.address(board.entry), "generation": board.generation} if attached and board else {}
+        count: dict[str, Any] = {}
+        if attached is not None and board is not None:
+            count = {"board": attached.address(board.entry), "generation": board.generation}
         transfer = self._submit(Direction.RETRIEVE, objects, tables, num_tokens, slices=slices, **count, **options)
         self._watch(transfer, attached, board, LAYER_MAJOR if layerwise else CHUNK_MAJOR, on_end)
         return transfer
@@ -183,7 +185,7 @@ class CacheMover:
         events: Sequence[bytes] = (),
         **options: Any,
     ) -> Transfer:
-        ids = [np.frombuffer(table, "<i4") if isinstance(table, bytes) else table for table in tables]
+        ids: list[Any] = [np.frombuffer(table, "<i4") if isinstance(table, bytes) else table for table in tables]
         opened = [self._event(handle) for handle in events]
         if len(opened) > 1:
             raise ValueError(f"a move is behind one event of its engine's stream, got {len(opened)}")
