@@ -9,20 +9,25 @@ buffer of its own, so that the recompute of one hides the load of the next (`i` 
 The protocol is the paged connector's, with one addition: the generator is to be run to its end after the last layer's
 recompute, because what follows the last yield scatters the last layer.
 
+Rows of a buffer are the sequence's tokens in order. A load goes straight into them, by copies alone: no kernel takes
+the recompute's multiprocessors, and chunks may begin at any row. Scatters have a lane of their own, since one that
+waits for its layer's recompute would hold up the loads behind it.
+
 Source: CacheBlend's use of the layerwise path (Yao et al., EuroSys 2025), as LMCache's buffered connector arranges it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from typing import Final
 
-from lamella.connector.in_flight import Load, drain
+from lamella.connector.in_flight import Load, Moving, drain
 from lamella.connector.layerwise import LayerFuture, LayerwiseConnector
-from lamella.connector.slice_objects import slice_engines
-from lamella.connector.streams import Blocks, ComputeStream, TransferStream
+from lamella.connector.slice_objects import slice_engines, slice_layout
+from lamella.connector.streams import Blocks, ComputeStream, Span, TransferStream
 from lamella.cuda_ext.device import Device
-from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.executors import HostObjects
 from lamella.cuda_ext.slots import SlotMemory
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
@@ -34,15 +39,59 @@ from lamella.reference.slices import Slice
 NUM_BUFFERS: Final = 3
 """One that loads, one that is computed on, one that is scattered."""
 
+SCATTER_WINDOW_BYTES: Final = 8 << 20
+"""Moved by one kernel. The lane reserves four of them on the device, as every lane does, and uses none."""
+
+
+class PlacedLoad(Load):
+    """A load into the buffers: token p of the stored sequence goes to row p + `offset`.
+
+    Args:
+        num_tokens, skip_tokens: of the stored sequence; what lies between them is loaded.
+        num_chunks: chunks held.
+        offset: rows between where a token stood when it was stored and where it stands now; may be negative.
+    """
+
+    def __init__(self, num_tokens: int, skip_tokens: int, num_chunks: int, offset: int) -> None:
+        super().__init__(Blocks((), num_tokens, skip_tokens), num_chunks)
+        self.offset = offset
+
+
+class BufferedPass:
+    """One sequence on its way through the buffers. For one thread.
+
+    Args:
+        loads: what goes into them; rows of no load are the caller's to fill.
+        rows: which rows go to which of the engine's blocks; asked when a layer is scattered.
+    """
+
+    def __init__(self, loads: Sequence[Load], rows: Callable[[], Blocks]) -> None:
+        self.loads = tuple(loads)
+        self.rows = rows
+        self.scattered: list[Moving] = []
+        self._reason: str | None = None
+
+    @property
+    def reason(self) -> str | None:
+        """Why the rows cannot be relied on: a load came short, or a layer could not be scattered."""
+        return self._reason or next((load.reason for load in self.loads if load.reason is not None), None)
+
+    def fail(self, reason: str) -> None:
+        """Nothing of it can be relied on any more."""
+        self._reason = self._reason or reason
+        for load in self.loads:
+            load.shorten(0, reason)
+
 
 class BufferedConnector(LayerwiseConnector):
     """Loads through layer buffers; stores straight from the blocks, as the paged connector does.
 
-    One load at a time: the buffers are one request's.
+    One pass at a time: the buffers are one sequence's.
 
     Args:
         engine, layout, caches, host_memory, compute_stream, timeout_s: as for `LayerwiseConnector`.
         max_tokens: tokens that a buffer holds.
+        scatter_engine: moves layers from their buffers to the blocks; None: one is made, and closed with this.
 
     Raises:
         ValueError: several kernel groups or the block form, whose bytes have no token axis of their own; or caches that
@@ -60,32 +109,45 @@ class BufferedConnector(LayerwiseConnector):
         max_tokens: int,
         compute_stream: ComputeStream | None = None,
         timeout_s: float = 10.0,
+        scatter_engine: TransferEngine | None = None,
     ) -> None:
         if len(layout.groups) != 1 or layout.form is not ObjectForm.TOKEN:
             raise ValueError(
                 f"blending needs one kernel group in token form, got {len(layout.groups)} in {layout.form.value} form"
             )
         group = layout.groups[0]
-        blocks = -(-max_tokens // group.block_tokens)
-        self.max_tokens = blocks * group.block_tokens
-        self._layer = _one_layer(group.geometry, self.max_tokens)
+        self.max_tokens = -(-max_tokens // group.block_tokens) * group.block_tokens
+        # A chunk that begins inside a block ends inside one too, which may be one more.
+        self._rows = self.max_tokens + group.block_tokens
+        self._layer = _one_layer(group.geometry, self._rows)
         self._memory = Device(engine.device).allocate(NUM_BUFFERS * self._layer.object_bytes)
         self._busy = False
-        super().__init__(
-            engine,
-            layout,
-            caches,
-            [Slice(layer, 1) for layer in range(layout.num_layers)],
-            host_memory,
-            compute_stream=compute_stream,
-            timeout_s=timeout_s,
-        )
-        self._scatter_stream = TransferStream(engine, Direction.RETRIEVE, CopyMethod.GATHER)
-        one = ObjectLayout.single(self._layer, group.block_tokens)
-        self._targets = [
-            engine.register_cache(one, slice_engines(layout, caches, Slice(layer, 1)))
-            for layer in range(layout.num_layers)
-        ]
+        self._own_engine: TransferEngine | None = None
+        try:
+            super().__init__(
+                engine,
+                layout,
+                caches,
+                [Slice(layer, 1) for layer in range(layout.num_layers)],
+                host_memory,
+                compute_stream=compute_stream,
+                timeout_s=timeout_s,
+            )
+            self.load_stream = TransferStream(engine, Direction.RETRIEVE, CopyMethod.DIRECT_BATCH)
+            if scatter_engine is None:
+                scatter_engine = self._own_engine = _scatter_engine(engine, layout)
+            self.scatter_stream = TransferStream(scatter_engine, Direction.RETRIEVE, CopyMethod.GATHER)
+            one = ObjectLayout.single(self._layer, group.block_tokens)
+            self._targets = [
+                scatter_engine.register_cache(one, slice_engines(layout, caches, Slice(layer, 1)))
+                for layer in range(layout.num_layers)
+            ]
+        except BaseException:
+            if self._own_engine is not None:
+                self._own_engine.close()
+            self._memory.close()
+            raise
+        self._shifted = {0: (self._whole, tuple(self._parts[part] for part in self.slices[:NUM_BUFFERS]))}
 
     def layer_view(self, layer: int) -> TensorView:
         """Where the layer's KV is while it is in work: `[K, max_tokens, H, D]`, tokens from the sequence's first on.
@@ -96,7 +158,7 @@ class BufferedConnector(LayerwiseConnector):
         size = geometry.element_bytes
         shape = (geometry.kv, self.max_tokens, geometry.num_heads, geometry.head_dim)
         row = geometry.hidden_bytes
-        strides = (self.max_tokens * row, row, geometry.head_dim * size, size)
+        strides = (self._rows * row, row, geometry.head_dim * size, size)
         return TensorView(self._buffer(layer), shape, strides, size)
 
     def batched_to_gpu(self, load: Load, *, sync: bool = True) -> Generator[None, LayerFuture, None]:
@@ -106,84 +168,168 @@ class BufferedConnector(LayerwiseConnector):
             ValueError: more tokens than a buffer holds.
             RuntimeError: another load has the buffers.
         """
-        if load.blocks.num_tokens > self.max_tokens:
-            raise ValueError(f"a buffer holds {self.max_tokens} tokens, got {load.blocks.num_tokens}")
+
+        def loaded() -> Blocks:
+            num_tokens = min(load.blocks.num_tokens, load.num_chunks * self.layout.chunk_tokens)
+            return load.blocks._replace(num_tokens=num_tokens, skip_tokens=min(load.blocks.skip_tokens, num_tokens))
+
+        with closing(self.batched_blend(BufferedPass((load,), loaded))) as passing:
+            next(passing)
+            for _ in range(self.num_layers):
+                future = yield
+                passing.send((future,))
+            yield
+            next(passing)
+            yield
+            next(passing, None)
+
+    def batched_blend(self, one: BufferedPass) -> Generator[None, Sequence[LayerFuture], None]:
+        """As `batched_to_gpu`, for several loads: each layer's futures are sent together, one a load, in order.
+
+        Raises:
+            ValueError: rows that a buffer does not have.
+            RuntimeError: another pass has the buffers.
+        """
+        for load in one.loads:
+            rows = load.blocks.skip_tokens + _offset(load), load.blocks.num_tokens + _offset(load)
+            if not 0 <= rows[0] <= rows[1] <= self.max_tokens:
+                raise ValueError(f"a buffer holds {self.max_tokens} tokens, got {rows[1]} from {rows[0]} on")
+        if one.rows().num_tokens > self.max_tokens:
+            raise ValueError(f"a buffer holds {self.max_tokens} tokens, got {one.rows().num_tokens}")
         if self._busy:
             raise RuntimeError("the buffers are another load's: run its generator to the end, or close it")
+        for load in one.loads:
+            self._shift(_offset(load) % self.layout.groups[0].block_tokens)
         self._busy = True
         self.load_stream.wait_stream(self.current_stream)
         begun = self.load_stream.moment
-        scattered: list[Transfer] = []
         ended = False
         try:
             for layer in range(self.num_layers):
-                future = yield
+                futures = yield
                 if layer >= NUM_BUFFERS:
-                    self._wait(load, scattered[layer - NUM_BUFFERS], on_host=True)
-                self._send(load, Slice(layer, 1), future, begun)
+                    self._wait(one, layer - NUM_BUFFERS, on_host=True)
+                for load, future in zip(one.loads, futures, strict=True):
+                    self._send(load, Slice(layer, 1), future, begun)
                 self._hold_back(layer - 1)
                 if layer >= 2:
-                    scattered.append(self._scatter(load, layer - 2))
+                    self._scatter(one, layer - 2)
             yield
             self._hold_back(self.num_layers - 1)
             if self.num_layers >= 2:
-                scattered.append(self._scatter(load, self.num_layers - 2))
+                self._scatter(one, self.num_layers - 2)
             yield
-            scattered.append(self._scatter(load, self.num_layers - 1))
-            for transfer in scattered:
-                self._wait(load, transfer, on_host=False)
+            self._scatter(one, self.num_layers - 1)
+            for layer in range(self.num_layers):
+                self._wait(one, layer, on_host=False)
             ended = True
         finally:
             if not ended:
-                load.close()
-                for transfer in scattered:
-                    transfer.cancel()
-            self._finish(load)
-            drain(scattered, self.timeout_s)
+                for load in one.loads:
+                    load.close()
+                for moving in one.scattered:
+                    moving.transfer.cancel()
+            for load in one.loads:
+                self._finish(load)
+            drain([moving.transfer for moving in one.scattered], self.timeout_s)
             self._busy = False
 
+    def scatter_spans(self, one: BufferedPass) -> tuple[Span, ...]:
+        """When each layer of the pass was on its way from its buffer to the blocks."""
+        return self.spans("scatter", one.scattered)
+
     def close(self) -> None:
-        """As the paged connector's, and the buffers are freed."""
+        """As the paged connector's, and the buffers are freed. A second call does nothing."""
         super().close()
-        if not self._scatter_stream.outstanding.wait(self.timeout_s):
+        if not self.scatter_stream.outstanding.wait(self.timeout_s):
             raise TimeoutError(f"a layer is still being scattered after {self.timeout_s} s: its buffer cannot be freed")
+        if self._own_engine is not None:
+            self._own_engine.close()
         self._memory.close()
+
+    # ---- where loads go
 
     def _load_caches(self) -> tuple[EngineLayout, ...]:
         """The buffers as a paged cache whose blocks follow one another."""
+        return self._buffers_from(0)
+
+    def _buffers_from(self, row: int) -> tuple[EngineLayout, ...]:
+        """The same, with the first block beginning at that row."""
         geometry, block_tokens = self._layer, self.layout.groups[0].block_tokens
-        size, row = geometry.element_bytes, geometry.hidden_bytes
-        shape = (geometry.kv, self.max_tokens // block_tokens, block_tokens, geometry.num_heads, geometry.head_dim)
-        strides = (self.max_tokens * row, block_tokens * row, row, geometry.head_dim * size, size)
-        views = [TensorView(self._buffer(layer), shape, strides, size) for layer in range(self.layout.num_layers)]
+        size, width = geometry.element_bytes, geometry.hidden_bytes
+        num_blocks = (self._rows - row) // block_tokens
+        shape = (geometry.kv, num_blocks, block_tokens, geometry.num_heads, geometry.head_dim)
+        strides = (self._rows * width, block_tokens * width, width, geometry.head_dim * size, size)
+        views = [
+            TensorView(self._buffer(layer) + row * width, shape, strides, size)
+            for layer in range(self.layout.num_layers)
+        ]
         return (engine_layout("KNTHD", views),)
 
+    def _shift(self, row: int) -> None:
+        """Makes the buffers known with blocks that begin at that row; at most once for each row of a block."""
+        if row in self._shifted:
+            return
+        caches = self._buffers_from(row)
+        whole = self.engine.register_cache(self.layout, caches)
+        parts = [
+            self.engine.register_cache(slice_layout(self.layout, part), slice_engines(self.layout, caches, part))
+            for part in self.slices[:NUM_BUFFERS]
+        ]
+        self._shifted[row] = whole, tuple(parts)
+
+    def _target(self, load: Load) -> RegisteredCache:
+        return self._shifted[_offset(load) % self.layout.groups[0].block_tokens][0]
+
+    def _part_target(self, load: Load, part: Slice) -> RegisteredCache:
+        shifted = self._shifted[_offset(load) % self.layout.groups[0].block_tokens]
+        return shifted[1][part.first_layer % NUM_BUFFERS]
+
     def _destination(self, load: Load) -> Blocks:
-        """Loads go to the buffers, token by token in order."""
-        tokens = self.layout.groups[0].block_tokens
-        return load.blocks._replace(block_ids=(range(-(-load.blocks.num_tokens // tokens)),))
+        """Row by row in order; a table's entries for skipped tokens are never looked at."""
+        block_tokens = self.layout.groups[0].block_tokens
+        first = _offset(load) // block_tokens
+        table = range(first, first + -(-load.blocks.num_tokens // block_tokens))
+        return load.blocks._replace(block_ids=([max(block, 0) for block in table],))
 
-    def _scatter(self, load: Load, layer: int) -> Transfer:
+    # ---- where layers go from there
+
+    def _scatter(self, one: BufferedPass, layer: int) -> None:
         """The layer, recomputed by now, on its way from its buffer to the blocks."""
-        self._scatter_stream.wait_stream(self.current_stream)
-        num_tokens = min(load.blocks.num_tokens, load.num_chunks * self.layout.chunk_tokens)
-        blocks = load.blocks._replace(num_tokens=num_tokens, skip_tokens=min(load.blocks.skip_tokens, num_tokens))
-        return self._scatter_stream.submit(
-            self._targets[layer], Slice(0, 1), HostObjects((self._buffer(layer),)), blocks, lambda: None
-        )
+        self.scatter_stream.wait_stream(self.current_stream)
+        objects = HostObjects((self._buffer(layer),))
+        transfer = self.scatter_stream.submit(self._targets[layer], Slice(0, 1), objects, one.rows(), lambda: None)
+        one.scattered.append(Moving(Slice(layer, 1), 0, transfer, 0))
 
-    def _wait(self, load: Load, transfer: Transfer, *, on_host: bool) -> None:
+    def _wait(self, one: BufferedPass, layer: int, *, on_host: bool) -> None:
+        transfer: Transfer = one.scattered[layer].transfer
         try:
             if on_host:  # its buffer is written next, on whatever stream
                 transfer.wait(self.timeout_s)
             else:
                 transfer.wait_layer(0, self.current_stream.handle, self.timeout_s)
         except (RuntimeError, TimeoutError) as error:  # stopped, or the device is lost
-            load.shorten(0, f"a layer could not be scattered: {error}")
+            one.fail(f"layer {layer} could not be scattered: {error}")
 
     def _buffer(self, layer: int) -> int:
         return self._memory.address + layer % NUM_BUFFERS * self._layer.object_bytes
 
 
+def _offset(load: Load) -> int:
+    return load.offset if isinstance(load, PlacedLoad) else 0
+
+
 def _one_layer(geometry: KVGeometry, tokens: int) -> KVGeometry:
     return KVGeometry(1, geometry.kv, geometry.num_heads, geometry.head_dim, geometry.element_bytes, tokens)
+
+
+def _scatter_engine(engine: TransferEngine, layout: ObjectLayout) -> TransferEngine:
+    group = layout.groups[0]
+    window_bytes = max(SCATTER_WINDOW_BYTES, group.block_tokens * group.geometry.token_layer_bytes)
+    return TransferEngine(
+        engine.device,
+        num_layers=1,
+        staging_bytes=4 * window_bytes,
+        window_bytes=window_bytes,
+        carrier=engine.carrier,
+    )

@@ -107,7 +107,7 @@ class CacheEngine:
         if not self._allowed():
             return 0
         keys = self.keys_of(tokens, tenant)
-        return _tokens_of(keys[: self.storage.lookup(keys)])
+        return tokens_of(keys[: self.storage.lookup(keys)])
 
     def num_new_matched_tokens(
         self, tokens: Sequence[int], num_computed_tokens: int, *, tenant: bytes | None = None
@@ -124,6 +124,19 @@ class CacheEngine:
         return max(0, hit - num_computed_tokens)
 
     # ---- loading
+
+    def hold(self, tokens: Sequence[int], wanted: Wanted, *, tenant: bytes | None = None) -> HeldPrefix:
+        """What a load of the wanted tokens can use, for the caller to release; nothing while the device is left alone.
+
+        Args:
+            tokens: the sequence, from its first token on, to the end of the chunk in which the wanted ones end.
+            wanted: of the sequence.
+            tenant: whose objects; None: the key space's.
+        """
+        keys = self.keys_of(tokens, tenant)[: -(-wanted.num_tokens // self.space.chunk_tokens)]
+        if not self._allowed() or wanted.skip_tokens == wanted.num_tokens:
+            keys = ()
+        return self.storage.hold_prefix(keys, wanted.skip_tokens // self.space.chunk_tokens)
 
     def retrieve_layer(
         self,
@@ -154,12 +167,9 @@ class CacheEngine:
             ValueError: a mask with a hole, tokens that have no block, or (block form) a wanted range that cuts a block.
         """
         wanted = _wanted(mask, len(tokens))
-        keys = self.keys_of(tokens, tenant)[: -(-wanted.num_tokens // self.space.chunk_tokens)]
-        if not self._allowed() or wanted.skip_tokens == wanted.num_tokens:
-            keys = ()
-        held = self.storage.hold_prefix(keys, wanted.skip_tokens // self.space.chunk_tokens)
+        held = self.hold(tokens, wanted, tenant=tenant)
         try:
-            num_tokens = min(wanted.num_tokens, _tokens_of(held.keys))
+            num_tokens = min(wanted.num_tokens, tokens_of(held.keys))
             blocks = Blocks(tuple(block_ids), num_tokens, min(wanted.skip_tokens, num_tokens))
             self.connector.check(blocks, Direction.RETRIEVE)
             yield from self._advance(Load(blocks, held.num_chunks), held, len(tokens), sync)
@@ -192,8 +202,8 @@ class CacheEngine:
         finally:
             consumer.close()
             if unsent is not None and not unsent.cancel():
-                unsent.add_done_callback(_let_go)
-            self._ended("load", load.moving())
+                unsent.add_done_callback(let_go)
+            self.ended("load", load.moving())
 
     # ---- storing
 
@@ -228,7 +238,7 @@ class CacheEngine:
         if mask is not None and wanted.skip_tokens < wanted.num_tokens < len(tokens):
             raise ValueError(f"a store's mask must be True to its end, got False from token {wanted.num_tokens} on")
         keys = self.keys_of(tokens, tenant)
-        blocks = Blocks(tuple(block_ids), _tokens_of(keys))
+        blocks = Blocks(tuple(block_ids), tokens_of(keys))
         self.connector.check(blocks, Direction.STORE)
         new = keys[wanted.skip_tokens // self.space.chunk_tokens :] if wanted.skip_tokens < wanted.num_tokens else ()
         reservation = self.storage.allocate(new) if self._allowed() else None
@@ -237,7 +247,7 @@ class CacheEngine:
         chunk_of = {key: chunk for chunk, key in enumerate(keys)}
         placed = {} if reservation is None else dict(zip(reservation.keys, reservation.addresses, strict=True))
         save = Save(blocks, {chunk_of[key]: address for key, address in placed.items()})
-        num_tokens = _tokens_of(tuple(placed))
+        num_tokens = tokens_of(tuple(placed))
         producer = self.connector.batched_from_gpu(save, sync=sync)
         try:
             for _ in range(self.num_layers):
@@ -252,7 +262,7 @@ class CacheEngine:
             producer.close()
             if reservation is not None:
                 save.outstanding.then(reservation.abandon)
-            self._ended("store", save.moving)
+            self.ended("store", save.moving)
 
     def drain(self, timeout_s: float) -> bool:
         """Whether every transfer begun has drained and let go of its objects within the bound."""
@@ -264,7 +274,8 @@ class CacheEngine:
     def _allowed(self) -> bool:
         return self._breaker is None or self._breaker.state is not CircuitState.OPEN
 
-    def _ended(self, kind: str, moving: Sequence[Moving]) -> None:
+    def ended(self, kind: str, moving: Sequence[Moving]) -> None:
+        """What moved is told to the recorder, and how it ended to the circuit breaker."""
         if self._recorder is not None:
             for span in self.connector.spans(kind, moving):
                 self._recorder(span)
@@ -292,12 +303,13 @@ def _wanted(mask: Mask | None, num_tokens: int) -> Wanted:
     return Wanted(first, end)
 
 
-def _tokens_of(keys: Sequence[ChunkKey]) -> int:
+def tokens_of(keys: Sequence[ChunkKey]) -> int:
+    """Tokens of these chunks together."""
     return sum(key.num_tokens for key in keys)
 
 
-def _let_go(future: LayerFuture) -> None:
-    """What was read for nobody is released."""
+def let_go(future: LayerFuture) -> None:
+    """What was read for nobody is released. For `add_done_callback`, of a future that could not be cancelled."""
     if future.exception() is None:
         for source in future.result().sources:
             source.release()
@@ -305,5 +317,5 @@ def _let_go(future: LayerFuture) -> None:
 
 def _coming(load: Load, held: HeldPrefix) -> int:
     """Tokens that the load still brings."""
-    there = min(load.blocks.num_tokens, _tokens_of(held.keys[: load.num_chunks]))
+    there = min(load.blocks.num_tokens, tokens_of(held.keys[: load.num_chunks]))
     return max(0, there - load.blocks.skip_tokens)

@@ -26,7 +26,7 @@ from lamella.connector.in_flight import Bound, Load, Moving, Save, drain
 from lamella.connector.slice_objects import slice_engines, slice_groups, slice_layout
 from lamella.connector.storage.held_prefix import LayerObjects, SliceSource
 from lamella.connector.streams import Blocks, ComputeStream, HostStream, Moment, Span, TransferStream
-from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.executors import HostObjects
 from lamella.cuda_ext.slots import SlotMemory
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
@@ -121,8 +121,16 @@ class LayerwiseConnector:
         return self._caches
 
     def _destination(self, load: Load) -> Blocks:
-        """Where a load goes in `_load_caches`."""
+        """Where a load goes in `_target`."""
         return load.blocks
+
+    def _target(self, load: Load) -> RegisteredCache:
+        """What a load from whole objects is written into."""
+        return self._whole
+
+    def _part_target(self, load: Load, part: Slice) -> RegisteredCache:
+        """The slice of it, for a load from slice objects."""
+        return self._parts[part]
 
     def check(self, blocks: Blocks, direction: Direction) -> None:
         """Raises ValueError for blocks that do not fit the caches, before anything is taken or moved."""
@@ -189,10 +197,10 @@ class LayerwiseConnector:
         skip_tokens = min(max(load.blocks.skip_tokens, source.first_chunk * chunk_tokens), num_tokens)
         blocks = self._destination(load)._replace(num_tokens=num_tokens, skip_tokens=skip_tokens)
         if not source.is_slice:
-            return self.load_stream.submit(self._whole, part, source.objects, blocks, source.release, begun)
+            return self.load_stream.submit(self._target(load), part, source.objects, blocks, source.release, begun)
         tables = tuple(blocks.block_ids[group] for group in slice_groups(self.layout, part))
         return self.load_stream.submit(
-            self._parts[part],
+            self._part_target(load, part),
             Slice(0, part.num_layers),
             source.objects,
             blocks._replace(block_ids=tables),

@@ -44,7 +44,7 @@ class Blending:
     def layer(self, layer: int) -> NDArray[np.uint16]:
         """The buffered layer, `[K, max_tokens, H, D]`."""
         view = self.connector.layer_view(layer)
-        size = int(np.prod(view.shape)) * view.element_bytes
+        size = sum((count - 1) * stride for count, stride in zip(view.shape, view.strides, strict=True)) + 2
         raw = (ctypes.c_char * size).from_address(view.address)
         return np.ndarray(view.shape, np.uint16, raw, strides=view.strides)
 
