@@ -51,8 +51,8 @@ def simulate(
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from lamella.sim.regimes import run_closed_loop, verdict_of
     from lamella.sim.report import CLOSED_LOOP, chosen_strategies, draw_outcomes, loop_document
+    from lamella.sim.serving import serve, verdict_of
     from lamella.sim.strategies import CANDIDATES, Regime, parse_strategy
 
     with refuse_bad_input():
@@ -65,7 +65,7 @@ def simulate(
             raise ValueError(f"requests must be at least 1, got {requests}")
         check_out(out, "simulate")
 
-    outcomes = [run_closed_loop(device, regime, strategy, requests, seed) for strategy in strategies]
+    outcomes = [serve(device, regime, strategy, requests, seed) for strategy in strategies]
     asked_for = outcomes[strategies.index(asked)]
     verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])
     document = loop_document(device, regime, outcomes, requests, seed, verdict)

@@ -1,4 +1,4 @@
-"""Does it pay, and where: bursts by the recursion over a map of regimes, and one regime as a closed loop in the world.
+"""Does it pay, and where: bursts by the recursion over a map of regimes.
 
 A *burst* is what the recursion can answer exactly: C requests arrive together, alone on the device, and each wants its
 first token. The map varies C and the ratio T/P of transfer to computing; T/P is set by the number of new tokens over a
@@ -7,16 +7,16 @@ fixed hit.
 
 from __future__ import annotations
 
-import math
 import random
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lamella.reference.timeline import Chunk, TimedRequest, compute_timeline
+from lamella.sim.parallel import Running, run_cells
 from lamella.sim.strategies import CHUNK_MAJOR, INTERLEAVED, OFF, Device, Regime, Strategy
-from lamella.sim.world import RequestRecord, World
+from lamella.sim.world import World
 
 WORTH_IT: Final = 0.01
 """A gain below this share of TTFT is not worth turning anything on for."""
@@ -180,8 +180,11 @@ def map_regimes(
     concurrencies: Sequence[int],
     ratios: Sequence[float],
     strategies: Sequence[Strategy],
+    how: Running | None = None,
 ) -> RegimeMap:
     """The map, by the recursion. What is off is always among the strategies.
+
+    Ratios that no number of new tokens tells apart are one column. `how` says where cells are computed; None for here.
 
     Raises:
         ValueError: no concurrency or ratio, or a regime outside the device's profile.
@@ -189,30 +192,40 @@ def map_regimes(
     if not concurrencies or not ratios:
         raise ValueError("a map needs at least one concurrency and one ratio")
     tried = (*OFF, *(one for one in dict.fromkeys(strategies) if one not in OFF))
-    columns = [new_tokens_for(device, hit_tokens, ratio) for ratio in ratios]
+    columns = list(dict.fromkeys(new_tokens_for(device, hit_tokens, ratio) for ratio in ratios))
     regimes = [Regime(hit_tokens, new, concurrency) for concurrency in concurrencies for new in columns]
     for regime in regimes:
         device.check(regime, tried)
+    answers = run_cells(_map_cell, MapSetting(device, tried), regimes, seed=0, how=how)
     transfer = device.transfer_ns(hit_tokens)
     cells = [
-        Cell(
-            regime,
-            transfer,
-            device.prefill_ns(hit_tokens, regime.new_tokens),
-            tuple(sum(burst_ttft_ns(device, regime, one)) / regime.concurrency for one in tried),
-        )
-        for regime in regimes
+        Cell(regime, transfer, device.prefill_ns(hit_tokens, regime.new_tokens), tuple(answer["mean_ttft_ns"]))
+        for regime, answer in zip(regimes, answers, strict=True)
     ]
     return RegimeMap(tried, tuple(cells))
 
 
-def check_in_world(device: Device, regime_map: RegimeMap, seed: int, share: float = 0.1) -> int:
-    """The world agrees with a random share of the cells, at least one; returns how many were compared.
+class MapSetting(NamedTuple):
+    """What the cells of a map share."""
+
+    device: Device
+    strategies: tuple[Strategy, ...]
+
+
+def _map_cell(shared: MapSetting, regime: Regime, seed: int) -> dict[str, Any]:
+    """One cell of a map; nothing in it is random."""
+    device, strategies = shared
+    means = [sum(burst_ttft_ns(device, regime, one)) / regime.concurrency for one in strategies]
+    return {"mean_ttft_ns": means}
+
+
+def check_in_world(device: Device, regime_map: RegimeMap, seed: int, share: float = 0.1, most: int = 40) -> int:
+    """The world agrees with a random share of the cells, 1 .. `most`; returns how many were compared.
 
     Raises:
         AssertionError: not to the nanosecond; one of the two is wrong, and no answer of either should be believed.
     """
-    count = max(1, round(len(regime_map.cells) * share))
+    count = min(most, max(1, round(len(regime_map.cells) * share)))
     for cell in random.Random(seed).sample(regime_map.cells, count):
         for strategy in regime_map.strategies:
             by_recursion = burst_ttft_ns(device, cell.regime, strategy)
@@ -222,120 +235,3 @@ def check_in_world(device: Device, regime_map: RegimeMap, seed: int, share: floa
                     f"{cell.regime}, {strategy}: the recursion says {by_recursion}, the world {in_world}"
                 )
     return count
-
-
-# ---------------------------------------------------------------- one regime, closed loop
-
-
-class Outcome(NamedTuple):
-    """What one strategy does in a closed loop: means and quantiles over requests, busy shares of the whole run.
-
-    Admission, transfer_wait, queue, stall and computing add up to the mean TTFT. `first_layer_ns` counts from
-    submission; `caused_stall_ns` is how long the engine stood for a request's layers, `victim_stall_ns` how long a
-    request stood for others'.
-    """
-
-    strategy: Strategy
-    mean_ttft_ns: float
-    p50_ttft_ns: int
-    p90_ttft_ns: int
-    p99_ttft_ns: int
-    mean_tpot_ns: float
-    mean_end_ns: float
-    admission_ns: float
-    transfer_wait_ns: float
-    queue_ns: float
-    stall_ns: float
-    computing_ns: float
-    first_layer_ns: float
-    caused_stall_ns: float
-    victim_stall_ns: float
-    requests_per_s: float
-    gpu_busy: float
-    link_busy: float
-
-
-def run_closed_loop(device: Device, regime: Regime, strategy: Strategy, requests_per_user: int, seed: int) -> Outcome:
-    """The regime's users ask, and each again when its answer is complete.
-
-    Args:
-        device: where.
-        regime: who asks for what.
-        strategy: how hits are moved.
-        requests_per_user: at least 1.
-        seed: for the instants of the first questions, which lie within one request's unloaded time.
-
-    Raises:
-        ValueError: requests_per_user below 1.
-    """
-    if requests_per_user < 1:
-        raise ValueError(f"requests_per_user must be at least 1, got {requests_per_user}")
-    world = World(device.compute(strategy), strategy.order, strategy.release, device.settings())
-    spread = device.transfer_ns(regime.hit_tokens) + device.prefill_ns(regime.hit_tokens, regime.new_tokens)
-    rng = random.Random(seed)
-    starts = sorted(rng.randrange(spread) for _ in range(regime.concurrency))
-    request = device.request(regime, strategy)
-    world.loop_closed(regime.concurrency, [request] * (requests_per_user * regime.concurrency), starts_ns=starts)
-    records = world.run()
-    return _summarise(strategy, request.admission_ns, records, world)
-
-
-def percentile(values: Sequence[int], share: float) -> int:
-    """The smallest value that at least that share of all does not exceed.
-
-    >>> percentile([5, 1, 3, 2, 4], 0.5), percentile([5, 1, 3, 2, 4], 0.99)
-    (3, 5)
-    """
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def _summarise(strategy: Strategy, admission_ns: int, records: list[RequestRecord], world: World) -> Outcome:
-    count, whole = len(records), world.clock.now_ns
-    ttft = [record.ttft_ns for record in records]
-    transfer = [record.released_ns - record.submitted_ns if record.load_bytes else 0 for record in records]
-    before_start = [record.started_ns - record.arrival_ns - admission_ns for record in records]
-    stalls = [record.prefill_stall_ns for record in records]
-    steps = [record.first_token_ns - record.started_ns for record in records]
-    return Outcome(
-        strategy,
-        sum(ttft) / count,
-        percentile(ttft, 0.5),
-        percentile(ttft, 0.9),
-        percentile(ttft, 0.99),
-        sum(record.tpot_ns for record in records) / count,
-        sum(record.end_ns - record.arrival_ns for record in records) / count,
-        admission_ns,
-        sum(transfer) / count,
-        (sum(before_start) - sum(transfer)) / count,
-        sum(stalls) / count,
-        (sum(steps) - sum(stalls)) / count,
-        sum(record.first_layer_ns - record.submitted_ns for record in records) / count,
-        sum(record.caused_stall_ns for record in records) / count,
-        sum(record.victim_stall_ns for record in records) / count,
-        count / (whole / 1e9),
-        world.busy_ns / whole,
-        world.link.busy_ns / whole,
-    )
-
-
-def verdict_of(asked: Outcome, others: Sequence[Outcome]) -> str:
-    """Whether to use the strategy asked for, against what is off and against the best of the others."""
-    off = min((one for one in others if one.strategy in OFF), key=lambda one: one.mean_ttft_ns)
-    change = asked.mean_ttft_ns / off.mean_ttft_ns - 1
-    price = asked.mean_end_ns / off.mean_end_ns - 1
-    beside = f"mean TTFT {change:+.1%} and whole answers {price:+.1%} against {off.strategy}, the best of what is off"
-    best = min((asked, *others), key=lambda one: one.mean_ttft_ns)
-    better = best.mean_ttft_ns < (1 - WORTH_IT) * asked.mean_ttft_ns
-    if not asked.strategy.layerwise:
-        head = f"{asked.strategy} is layerwise transfer left off: {beside}."
-    elif change <= -WORTH_IT and price >= WORTH_IT:
-        head = f"Turn it on with {asked.strategy} only if first tokens matter more than whole answers: {beside}."
-    elif change <= -WORTH_IT:
-        head = f"Turn it on with {asked.strategy}: {beside}."
-    else:
-        head = f"Leave it off: {asked.strategy} gives {beside}."
-    if better:
-        head += (
-            f" {best.strategy} does better: {best.mean_ttft_ns / asked.mean_ttft_ns - 1:+.1%} against {asked.strategy}."
-        )
-    return head

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from lamella.reference.profile import DeviceProfile
-from lamella.sim.regimes import Outcome, RegimeMap
+from lamella.sim.regimes import RegimeMap
+from lamella.sim.serving import Outcome
 from lamella.sim.strategies import OFF, Device, Regime, Strategy
 
 SCHEMA_VERSION: Final = 1
@@ -157,8 +158,10 @@ def draw_outcomes(regime: Regime, outcomes: Sequence[Outcome], path: Path) -> No
     pyplot = _pyplot()
     parts = {
         "admission": "admission_ns",
-        "waits for its release": "transfer_wait_ns",
-        "waits for a step to end": "queue_ns",
+        "waits to be submitted": "submission_ns",
+        "transfer wait": "transfer_wait_ns",
+        "release wait": "release_wait_ns",
+        "queue": "queue_ns",
         "stall": "stall_ns",
         "steps computing": "computing_ns",
     }
@@ -166,7 +169,7 @@ def draw_outcomes(regime: Regime, outcomes: Sequence[Outcome], path: Path) -> No
     names = [str(outcome.strategy) for outcome in outcomes]
     begin = [0.0] * len(outcomes)
     for (label, field), colour in zip(
-        parts.items(), ("#bbbbbb", "#4477aa", "#ccbb44", "#ee6677", "#228833"), strict=True
+        parts.items(), ("#bbbbbb", "#66ccee", "#4477aa", "#aa3377", "#ccbb44", "#ee6677", "#228833"), strict=True
     ):
         lengths = [getattr(outcome, field) / 1e6 for outcome in outcomes]
         axis.barh(names, lengths, left=begin, label=label, color=colour)

@@ -120,6 +120,9 @@ class Device:
         self.extrapolate = extrapolate
         self._compute = {graphs: profile.compute(graphs, extrapolate=extrapolate) for graphs in Graphs}
 
+    def __repr__(self) -> str:
+        return f"Device({self.profile!r}, extrapolate={self.extrapolate})"
+
     def check(self, regime: Regime, strategies: tuple[Strategy, ...]) -> None:
         """The profile was measured where this regime would be run.
 

@@ -17,11 +17,9 @@ from lamella.sim.regimes import (
     check_in_world,
     map_regimes,
     new_tokens_for,
-    percentile,
     reachable_ratios,
-    run_closed_loop,
-    verdict_of,
 )
+from lamella.sim.serving import percentile, serve, verdict_of
 from lamella.sim.strategies import (
     CANDIDATES,
     CHUNK_MAJOR,
@@ -33,6 +31,10 @@ from lamella.sim.strategies import (
     parse_strategy,
 )
 
+PARTS = (
+    *("admission_ns", "submission_ns", "transfer_wait_ns", "release_wait_ns", "queue_ns", "stall_ns"),
+    "computing_ns",
+)
 FIFO_FIRST = parse_strategy("fifo/1/first")
 
 
@@ -216,10 +218,10 @@ def test_a_map_of_nothing_is_refused(device: Device) -> None:
 
 def test_the_parts_of_ttft_add_up_and_stalls_come_only_from_early_release(device: Device) -> None:
     for strategy in CANDIDATES:
-        one = run_closed_loop(device, Regime(15_152, 768, 4, 20), strategy, 4, seed=1)
-        parts = one.admission_ns + one.transfer_wait_ns + one.queue_ns + one.stall_ns + one.computing_ns
+        one = serve(device, Regime(15_152, 768, 4, 20), strategy, 4, seed=1)
+        parts = sum(getattr(one, name) for name in PARTS)
         assert parts == pytest.approx(one.mean_ttft_ns)
-        assert min(one.transfer_wait_ns, one.queue_ns, one.stall_ns, one.computing_ns) >= 0
+        assert min(getattr(one, name) for name in PARTS) >= 0
         if str(strategy.release) in {"whole", "jit"}:
             assert one.stall_ns == one.victim_stall_ns == 0
 
@@ -229,25 +231,21 @@ def test_the_closed_loop_shows_the_sign_that_was_measured_in_a_real_engine(devic
     more."""
     regime = Regime(15_152, 768, 4, 50)
     chunk_major, interleaved, fifo = (
-        run_closed_loop(device, regime, strategy, 10, seed=0) for strategy in (CHUNK_MAJOR, INTERLEAVED, FIFO_FIRST)
+        serve(device, regime, strategy, 10, seed=0) for strategy in (CHUNK_MAJOR, INTERLEAVED, FIFO_FIRST)
     )
     assert interleaved.mean_ttft_ns > 1.05 * chunk_major.mean_ttft_ns
     assert fifo.mean_ttft_ns < 0.75 * chunk_major.mean_ttft_ns
 
 
 def test_the_same_seed_gives_the_same_outcome_and_another_a_different_one(device: Device) -> None:
-    first, again, other = (
-        run_closed_loop(device, Regime(15_152, 768, 3, 20), FIFO_FIRST, 3, seed) for seed in (1, 1, 2)
-    )
+    first, again, other = (serve(device, Regime(15_152, 768, 3, 20), FIFO_FIRST, 3, seed) for seed in (1, 1, 2))
     assert first == again
     assert first != other
 
 
 def test_the_verdict_of_a_regime_says_off_when_it_is_off_and_names_what_does_better(device: Device) -> None:
     regime = Regime(15_152, 768, 4, 50)
-    outcomes = {
-        strategy: run_closed_loop(device, regime, strategy, 5, seed=0) for strategy in (*OFF, INTERLEAVED, FIFO_FIRST)
-    }
+    outcomes = {strategy: serve(device, regime, strategy, 5, seed=0) for strategy in (*OFF, INTERLEAVED, FIFO_FIRST)}
 
     def verdict(asked: object) -> str:
         return verdict_of(outcomes[asked], [one for strategy, one in outcomes.items() if strategy != asked])
@@ -260,7 +258,7 @@ def test_the_verdict_of_a_regime_says_off_when_it_is_off_and_names_what_does_bet
 
 def test_no_requests_are_refused(device: Device) -> None:
     with pytest.raises(ValueError, match=r"requests_per_user must be at least 1, got 0"):
-        run_closed_loop(device, Regime(100, 100, 1), CHUNK_MAJOR, 0, seed=0)
+        serve(device, Regime(100, 100, 1), CHUNK_MAJOR, 0, seed=0)
 
 
 def test_a_percentile_is_one_of_the_values() -> None:

@@ -1,0 +1,242 @@
+"""Many independent cells, computed in one process, on all cores, or on the machines of a Ray cluster.
+
+The result is a matter of the cells, the work and the seed alone (SIM-7): every cell gets a seed of its own, spawned
+from the sweep's by position, and results come back in the order of the cells. So a sweep can be stopped, resumed from
+its journal, and finished elsewhere, and is the same to the byte.
+
+A journal is a file of JSON lines: one that says which sweep it is, then one for each cell that is done. A line that was
+cut off by a crash is computed again.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, Final, TextIO
+
+import numpy as np
+
+JOURNAL_VERSION: Final = 1
+BATCHES_A_WORKER: Final = 8
+"""Cells travel in batches; so many for each worker keep the last ones from waiting for one."""
+
+Answer = dict[str, Any]
+Work = Callable[[Any, Any, int], Answer]
+"""`work(shared, cell, seed)`: a function of a module, so that another process can find it; what it returns is JSON."""
+Batch = list[tuple[int, Any]]
+
+
+class Runner(Enum):
+    """Where cells are computed."""
+
+    SERIAL = "serial"
+    PROCESSES = "processes"
+    RAY = "ray"
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """How cells are run.
+
+    Attributes:
+        runner: where.
+        workers: processes; None for one a core. Ray decides by its cluster.
+        journal: a file that keeps what is done; cells found in it are not computed again.
+        on_done: called with how many cells have become done, as they do; first with those found in the journal.
+
+    Raises:
+        ValueError: fewer than 1 worker.
+    """
+
+    runner: Runner = Runner.SERIAL
+    workers: int | None = None
+    journal: Path | None = None
+    on_done: Callable[[int], object] | None = None
+
+    def __post_init__(self) -> None:
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+
+
+def cell_seeds(seed: int, count: int) -> list[int]:
+    """A seed for each cell, independent of each other and of how many cells follow.
+
+    Raises:
+        ValueError: a negative seed.
+
+    >>> cell_seeds(7, 2) == cell_seeds(7, 5)[:2], len(set(cell_seeds(7, 100)))
+    (True, 100)
+    """
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
+    return [int(child.generate_state(1, np.uint64)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
+
+
+def run_cells(work: Work, shared: Any, cells: Sequence[Any], seed: int, how: Running | None = None) -> list[Answer]:
+    """The answers, in the order of the cells.
+
+    Args:
+        work: computes one cell.
+        shared: what all cells need; sent to each worker once. Its `repr`, and that of a cell, must say all that an
+            answer depends on.
+        cells: what differs.
+        seed: of the whole sweep.
+        how: where it runs; None for this process.
+
+    Raises:
+        ValueError: a negative seed, or a journal of another sweep.
+        ImportError: the runner needs a package that is not installed; the message says how to get it.
+        OSError: the journal cannot be written.
+    """
+    how = how or Running()
+    seeds = cell_seeds(seed, len(cells))
+    answers: list[Answer | None] = [None] * len(cells)
+    log: TextIO | None = None
+    if how.journal is not None:
+        name = _fingerprint(work, shared, cells, seed)
+        for position, answer in _open_journal(how.journal, name, len(cells)):
+            answers[position] = answer
+        log = how.journal.open("a", encoding="utf-8")
+    missing = [position for position, answer in enumerate(answers) if answer is None]
+    if how.on_done is not None and len(missing) < len(cells):
+        how.on_done(len(cells) - len(missing))
+    batch: Batch = [(position, (cells[position], seeds[position])) for position in missing]
+    try:
+        for done in _RUNNERS[how.runner](work, shared, batch, how.workers or os.cpu_count() or 1):
+            for position, answer in done:
+                # Through JSON, so that an answer is the same whether it was computed now or read from a journal.
+                text = json.dumps(answer)
+                answers[position] = json.loads(text)
+                if log is not None:
+                    log.write(f'{{"cell": {position}, "answer": {text}}}\n')
+            if log is not None:
+                log.flush()
+            if how.on_done is not None:
+                how.on_done(len(done))
+    finally:
+        if log is not None:
+            log.close()
+    return [answer for answer in answers if answer is not None]
+
+
+# ---------------------------------------------------------------- runners
+
+Done = list[tuple[int, Answer]]
+
+
+def _run_batch(work: Work, shared: Any, batch: Batch) -> Done:
+    return [(position, work(shared, cell, seed)) for position, (cell, seed) in batch]
+
+
+def _serially(work: Work, shared: Any, batch: Batch, workers: int) -> Iterator[Done]:
+    return (_run_batch(work, shared, [entry]) for entry in batch)
+
+
+def _split(batch: Batch, workers: int) -> list[Batch]:
+    """Neighbouring cells cost about the same, so each batch takes every n-th."""
+    count = min(len(batch), workers * BATCHES_A_WORKER)
+    return [batch[start::count] for start in range(count)]
+
+
+_shared: Any = None
+"""In a worker process: what its first message brought."""
+
+
+def _receive_shared(shared: Any) -> None:
+    global _shared
+    _shared = shared
+
+
+def _run_in_worker(work: Work, batch: Batch) -> Done:
+    return _run_batch(work, _shared, batch)
+
+
+def _in_processes(work: Work, shared: Any, batch: Batch, workers: int) -> Iterator[Done]:
+    if len(batch) < 2 or workers < 2:
+        yield from _serially(work, shared, batch, workers)
+        return
+    # spawn: a child that was forked while another thread held a lock would inherit it locked.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(workers, len(batch)), context, _receive_shared, (shared,)) as pool:
+        futures = [pool.submit(_run_in_worker, work, part) for part in _split(batch, workers)]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+
+
+def _on_ray(work: Work, shared: Any, batch: Batch, workers: int) -> Iterator[Done]:
+    try:
+        import ray
+    except ImportError as missing:
+        raise ImportError("sweeps on a cluster need Ray: pip install 'lamella[ray]'") from missing
+    begun = not ray.is_initialized()
+    if begun:
+        # RAY_ADDRESS names a cluster; without it this machine is one.
+        ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
+    try:
+        cores = int(ray.cluster_resources().get("CPU", 1))
+        everywhere = ray.put(shared)
+        remote = ray.remote(max_retries=3)(_run_batch)
+        waiting = [remote.remote(work, everywhere, part) for part in _split(batch, cores)]
+        while waiting:
+            ready, waiting = ray.wait(waiting, num_returns=1)
+            yield from ray.get(ready)
+    finally:
+        if begun:
+            ray.shutdown()
+
+
+_RUNNERS: Final = {Runner.SERIAL: _serially, Runner.PROCESSES: _in_processes, Runner.RAY: _on_ray}
+
+
+# ---------------------------------------------------------------- journal
+
+
+def _fingerprint(work: Work, shared: Any, cells: Sequence[Any], seed: int) -> str:
+    """Which sweep it is: another work, device, list of cells or seed gives another."""
+    parts = (f"{work.__module__}.{work.__qualname__}", repr(shared), seed, *map(repr, cells))
+    return sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _open_journal(path: Path, name: str, count: int) -> list[tuple[int, Answer]]:
+    """What the journal holds of this sweep; a fresh one is begun where there is none.
+
+    Raises:
+        ValueError: it is another sweep's, or no journal.
+    """
+    head = json.dumps({"kind": "lamella.journal", "schema_version": JOURNAL_VERSION, "sweep": name})
+    if not path.exists() or path.stat().st_size == 0:
+        path.write_text(head + "\n", encoding="utf-8")
+        return []
+    first, *lines = path.read_bytes().split(b"\n")
+    if first != head.encode():
+        raise ValueError(
+            f"{path} is the journal of another sweep (other cells, profile, seed or version); name another file, or "
+            "remove it"
+        )
+    found: list[tuple[int, Answer]] = []
+    whole = len(first) + 1
+    for line in lines[:-1]:  # what follows the last line end was cut off
+        try:
+            entry = json.loads(line)
+            position, answer = entry["cell"], entry["answer"]
+        except (ValueError, KeyError, TypeError):
+            break
+        if type(position) is not int or not 0 <= position < count or not isinstance(answer, dict):
+            break
+        found.append((position, answer))
+        whole += len(line) + 1
+    with path.open("rb+") as file:
+        file.truncate(whole)
+    return found

@@ -1,0 +1,111 @@
+"""A measured profile as it would be on another link or another GPU: derived, and said to be derived.
+
+Nothing here was measured. A derived profile says so in its name and its sources, and every result carries both. The
+step times stay those of the measured GPU unless a factor for them is given.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Final
+
+from lamella.reference.profile import DeviceProfile, Source, Wire
+from lamella.reference.tables import DecodeTable, PrefillTable
+
+PCIE_RATE: Final = {"pcie3": 8, "pcie4": 16, "pcie5": 32, "pcie6": 64}
+"""GT/s a lane. Source: the PCI Express base specifications 3.0 to 6.0."""
+MEASURED_LINK: Final = re.compile(r"PCIe (\d) x(\d+)")
+RATE: Final = re.compile(r"(\d+(?:\.\d+)?) ?GB/s", flags=re.IGNORECASE)
+LEAST_RATE, MOST_RATE = 10**8, 10**13
+
+
+def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
+    """The profile behind another link.
+
+    Args:
+        link: `pcie3` .. `pcie6`, perhaps with a width (`pcie4x8`): the measured rates, scaled by the ratio of the
+            links' signalling rates; or a rate you measured (`24.5GB/s`), to the device, the others in proportion.
+
+    Raises:
+        ValueError: no such link, or a profile that does not say what link it was measured on.
+
+    >>> from lamella.sim.profiles import load_profile
+    >>> with_link(load_profile(), "pcie4").wire.h2d_bytes_per_s
+    27720000000
+    """
+    text = link.strip().lower()
+    if found := RATE.fullmatch(text):
+        rate = round(float(found[1]) * 1e9)
+        if not LEAST_RATE <= rate <= MOST_RATE:
+            raise ValueError(f"a link carries between 0.1 and 10,000 GB/s, got {link!r}")
+        how = f"a rate of {float(found[1]):g} GB/s to the device, as given"
+        factor = rate / profile.wire.h2d_bytes_per_s
+    else:
+        asked = re.fullmatch(r"(pcie\d)(?:x(1|2|4|8|16))?", text)
+        if not asked or asked[1] not in PCIE_RATE:
+            raise ValueError(
+                f"a link is one of {', '.join(PCIE_RATE)}, such as pcie4 or pcie4x8, or 24GB/s; got {link!r}"
+            )
+        measured = MEASURED_LINK.search(profile.device)
+        if not measured or f"pcie{measured[1]}" not in PCIE_RATE:
+            raise ValueError(
+                f"the profile {profile.name} does not say on which link it was measured ({profile.device}); "
+                "give the rate instead, such as 24GB/s"
+            )
+        lanes = int(asked[2] or 16)
+        factor = PCIE_RATE[asked[1]] * lanes / (PCIE_RATE[f"pcie{measured[1]}"] * int(measured[2]))
+        how = f"{asked[1].replace('pcie', 'PCIe ')} x{lanes} by signalling rate, {factor:g} × the measured link"
+        if factor == 1:
+            return profile
+    wire = profile.wire
+    scaled = (round(rate * factor) for rate in (wire.h2d_bytes_per_s, wire.d2h_bytes_per_s, wire.both_bytes_per_s))
+    copies = tuple(
+        replace(curve, bytes_per_s=tuple(max(1, round(min(rate, rate * factor))) for rate in curve.bytes_per_s))
+        for curve in profile.copies
+    )
+    return replace(
+        _derived(profile, f"link: {how}", text.replace("/s", "ps"), "wire rates, copies"),
+        wire=Wire(*scaled, wire.slice_fixed_ns),
+        copies=copies,
+    )
+
+
+def with_compute(profile: DeviceProfile, speed: float) -> DeviceProfile:
+    """The profile of a GPU that computes `speed` times as fast as the measured one, in every step.
+
+    Raises:
+        ValueError: a speed outside 0.01 .. 100.
+    """
+    if not 0.01 <= speed <= 100:
+        raise ValueError(f"compute speed must be between 0.01 and 100 times the measured GPU's, got {speed:g}")
+    if speed == 1:
+        return profile
+    prefill = profile.prefill
+    note = f"compute: every step time divided by {speed:g}"
+    step_ns = tuple(tuple(round(ns / speed) for ns in row) for row in prefill.step_ns)
+    return replace(
+        _derived(profile, note, f"compute-{speed:g}x", "prefill, decode"),
+        prefill=PrefillTable(prefill.cached_tokens, prefill.new_tokens, step_ns),
+        decode={graphs: _divided(table, speed) for graphs, table in profile.decode.items()},
+    )
+
+
+def _divided(table: DecodeTable, speed: float) -> DecodeTable:
+    step_ns = tuple(tuple(None if ns is None else round(ns / speed) for ns in row) for row in table.step_ns)
+    return DecodeTable(table.batch, table.context_tokens, step_ns)
+
+
+def _derived(profile: DeviceProfile, note: str, suffix: str, covers: str) -> DeviceProfile:
+    source = Source(covers, "not measured", "lamella.sim.what_if", f"derived from {profile.name}", note)
+    return replace(
+        profile,
+        name=f"{profile.name}+{suffix}",
+        device=f"{profile.device} (derived, {note})",
+        sources=(*profile.sources, source),
+    )
+
+
+def derivations(profile: DeviceProfile) -> list[str]:
+    """What of the profile was not measured, a sentence each; empty for a profile as measured."""
+    return [f"not measured, derived ({source.note})" for source in profile.sources if source.measured == "not measured"]
