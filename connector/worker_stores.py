@@ -41,7 +41,7 @@ class WorkerStores:
         submit: begins one store of some slices; on the model runner's thread, behind what that has enqueued.
         slices: the units in which stores leave.
         layerwise: whether they leave during the forward pass.
-        memory: the host slots.
+        memory: the host slots, which a tier reads and writes; None where there is no tier.
         space: this rank's key space, for the tier.
         tier: the file tier, or None.
         io_threads: threads that read and write it.
@@ -53,7 +53,7 @@ class WorkerStores:
         submit: Callable[[StoreOrder, Sequence[Slice]], Arriving],
         slices: Sequence[Slice],
         layerwise: bool,
-        memory: SlotMemory,
+        memory: SlotMemory | None,
         space: bytes,
         tier: FileTier | None,
         io_threads: int,
@@ -138,7 +138,8 @@ class WorkerStores:
             ok = not store.dropped and all(part.state is TransferState.LANDED for part in store.parts)
             stores[number] = Ended(1, ok)
             if ok:
-                self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
+                if self._memory is not None:
+                    self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
                 if self._tier is not None:
                     self._puts[number] = self._threads.submit(self._put, store.order)
         puts = {
@@ -156,7 +157,7 @@ class WorkerStores:
         return stores, puts, fetches
 
     def _put(self, order: StoreOrder) -> bool:
-        assert self._tier is not None, "puts begin only where there is a tier"
+        assert self._tier is not None and self._memory is not None, "puts begin only where there is a tier"
         for slot, key in zip(order.slots, order.keys, strict=True):
             try:
                 self._tier.put(rank_key(key, self._space), self._memory.buffer(slot))
@@ -169,7 +170,7 @@ class WorkerStores:
         return tuple(self._fetch_one(slot, index, fetch) for index, slot in enumerate(fetch.slots))
 
     def _fetch_one(self, slot: int, index: int, fetch: FetchOrder) -> bool:
-        assert self._tier is not None, "fetches are ordered only where there is a tier"
+        assert self._tier is not None and self._memory is not None, "fetches are ordered only where there is a tier"
         buffer = self._memory.buffer(slot)
         try:
             key = rank_key(fetch.keys[index], self._space)
