@@ -157,7 +157,8 @@ class WorkerStores:
         return stores, puts, fetches
 
     def _put(self, order: StoreOrder) -> bool:
-        assert self._tier is not None and self._memory is not None, "puts begin only where there is a tier"
+        assert self._tier is not None, "puts begin only where there is a tier"
+        assert self._memory is not None, "a tier needs host slots"
         for slot, key in zip(order.slots, order.keys, strict=True):
             try:
                 self._tier.put(rank_key(key, self._space), self._memory.buffer(slot))
@@ -170,7 +171,8 @@ class WorkerStores:
         return tuple(self._fetch_one(slot, index, fetch) for index, slot in enumerate(fetch.slots))
 
     def _fetch_one(self, slot: int, index: int, fetch: FetchOrder) -> bool:
-        assert self._tier is not None and self._memory is not None, "fetches are ordered only where there is a tier"
+        assert self._tier is not None, "fetches are ordered only where there is a tier"
+        assert self._memory is not None, "a tier needs host slots"
         buffer = self._memory.buffer(slot)
         try:
             key = rank_key(fetch.keys[index], self._space)
