@@ -61,20 +61,13 @@ class Arm(Enum):
 class WeighedRelease:
     """Released at the poll from which waiting for another would cost more than the stall.
 
-    Released s ns too early, each of the decoding bystanders stands still for s, which counts `bystander_weight * s`, and
-    each prefill beside it for s; released a poll later, the request starts `step_ns - s` too late. With nobody to hurt,
-    a stall is only the request's own waiting, so it is released with its first layer.
-
-    Raises:
-        ValueError: a weight below 0.
+    Released s ns too early, the next step stands still for s, which costs others `hurt * s`; released a poll later, the
+    request starts `step_ns - s` too late. With nobody to hurt, a stall is only the request's own waiting, so it is
+    released with its first layer.
     """
 
-    bystander_weight: float = 1.0
     needs_forecast: ClassVar[bool] = True
     weighs_steps: ClassVar[bool] = True
-
-    def __post_init__(self) -> None:
-        _check_weight(self.bystander_weight)
 
     def layers_needed(self, num_layers: int) -> int:
         """One; the rest is a matter of time."""
@@ -82,13 +75,13 @@ class WeighedRelease:
 
     def release_ns(self, view: ReleaseView) -> int:
         """The stall-free instant less the stall worth taking, but not before the first layer lands."""
-        weighed = self.bystander_weight * view.victims + view.prefilling
-        if weighed == 0:
+        hurt = float(view.victims) if view.hurt is None else view.hurt
+        if hurt == 0:
             return view.arrival_ns[0]
-        return JustInTime(int(view.step_ns / (1 + weighed))).release_ns(view)
+        return JustInTime(int(view.step_ns / (1 + hurt))).release_ns(view)
 
     def __str__(self) -> str:
-        return f"weighed:{self.bystander_weight:g}"
+        return "weighed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +159,7 @@ class AutoView:
         queued_ns: computing that goes before anything released from now on: prefills ready or cut.
         waiting: loads that are under way and whose requests are not released, in the order of the link.
         decoding: requests that decode.
+        bystanders: those of them whose own hit was not loaded.
         step_ns: length of a step in which only they do.
         idle: whether the engine computes nothing, so that it looks every idle poll.
     """
@@ -178,6 +172,7 @@ class AutoView:
     queued_ns: int = 0
     waiting: tuple[WaitingLoad, ...] = ()
     decoding: int = 0
+    bystanders: int = 0
     step_ns: int = 0
     idle: bool = True
 
@@ -263,7 +258,10 @@ class AutoPolicy:
         num_layers: of the served model; None for the profile's.
         token_bytes: KV bytes of a token over all layers, on one rank; None for the profile's.
         token_budget: most tokens in a step; None for the profile's.
-        bystander_weight: what a ns that one decoding request stands still counts, against a ns of time to first token.
+        bystander_weight: what a ns counts for which a decoding request stands still that has loaded nothing itself,
+            against a ns of time to first token.
+        tpot_weight: the same for a decoding request whose own hit was loaded. 0 lets the readers of the cache pay with
+            later tokens for each other's early first ones, which leaves their whole answers as early as before.
 
     Raises:
         ValueError: a count below 1, or a weight below 0.
@@ -276,6 +274,7 @@ class AutoPolicy:
         token_bytes: int | None = None,
         token_budget: int | None = None,
         bystander_weight: float = 1.0,
+        tpot_weight: float = 0.0,
     ) -> None:
         self._prefill: PrefillTable = profile.prefill
         self._compute = profile.compute(Graphs.PIECEWISE, extrapolate=True)
@@ -291,9 +290,10 @@ class AutoPolicy:
         self.slice_ns = profile.wire.slice_fixed_ns
         """What each slice costs on the link besides its bytes."""
         self._poll_ns = profile.engine.idle_poll_ns
-        self.release = WeighedRelease(bystander_weight)
-        """For loads that are released early."""
-        self._weight = bystander_weight
+        for name, weight in (("bystander_weight", bystander_weight), ("tpot_weight", tpot_weight)):
+            if not 0 <= weight < math.inf:
+                raise ValueError(f"{name} must be at least 0 and finite, got {weight}")
+        self._bystander_weight, self._tpot_weight = bystander_weight, tpot_weight
         self._schedules = _schedules(self.num_layers)
 
     # ---- times
@@ -324,6 +324,10 @@ class AutoPolicy:
 
     # ---- the choice
 
+    def hurt(self, bystanders: int, readers: int, prefills: int = 0) -> float:
+        """What a ns for which the engine stands costs others: those who decode, and those whose prefill stands too."""
+        return self._bystander_weight * bystanders + self._tpot_weight * readers + prefills
+
     def choose(self, view: AutoView, correction: Correction, can: Abilities = Abilities()) -> Decision:  # noqa: B008
         """The arm whose cost is least (AUTO-1).
 
@@ -337,14 +341,16 @@ class AutoPolicy:
         """
         if min(view.load_tokens, view.new_tokens) < 1 or view.cached_tokens < view.load_tokens:
             raise ValueError(f"a choice needs a hit and new tokens behind it, got {view}")
-        if min(view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns, view.decoding) < 0:
+        if min(view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns) < 0 or not (
+            0 <= view.bystanders <= view.decoding
+        ):
             raise ValueError(f"times and counts must be at least 0, got {view}")
         first_ns, prefill_ns = self.prefill_ns(view.cached_tokens, view.new_tokens, correction)
         free_ns = view.engine_wait_ns + view.queued_ns
         ahead = _chain(free_ns, view.waiting)  # when each of those that wait is done, if nothing joins
         behind_ns = ahead[-1] if ahead else free_ns
         look_ns = (self._poll_ns if view.idle and not view.decoding else view.step_ns) // 2
-        hurt = self._weight * view.decoding
+        hurt = self.hurt(view.bystanders, view.decoding - view.bystanders)
         wire_ns = self.wire_ns(view.load_tokens) * correction.wire
         whole_ns = view.link_wait_ns + round(wire_ns) + self.slice_ns
         least = min(can.least_width, self.num_layers)
@@ -358,7 +364,7 @@ class AutoPolicy:
         found.append(self._off(view, correction, ahead, hurt))
         bound = min(one.cost_ns for one in found) * (1 + TIE)
         chosen = next(one for one in found if one.cost_ns <= bound)
-        release: ReleasePolicy = self.release if chosen.arm is Arm.EARLY else Whole()
+        release: ReleasePolicy = WeighedRelease() if chosen.arm is Arm.EARLY else Whole()
         load_ns = 0
         if chosen.arm is not Arm.OFF:
             load_ns = round(wire_ns) + self._num_slices(chosen.width) * self.slice_ns
@@ -399,11 +405,12 @@ class AutoPolicy:
     ) -> Prediction:
         """In the next step: everybody who decodes, and every load released meanwhile, stands until this one landed."""
         start_ns = view.engine_wait_ns + view.queued_ns - view.link_wait_ns
-        width, done_ns, _ = self._best_width(wire_ns, first_ns, start_ns, None, least, len(view.waiting))
+        width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, None, least, len(view.waiting))
         ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
         stall_ns = max(0, done_ns - start_ns - first_ns)
         others_ns = _delay(ttft, view.waiting, ahead)
-        return Prediction(Arm.SYNC, width, ttft, round(ttft + others_ns + hurt * (stall_ns + prefill_ns)))
+        idle_ns = view.decoding * max(0, view.link_wait_ns + landed_ns)  # nobody gains by standing before anything landed
+        return Prediction(Arm.SYNC, width, ttft, round(ttft + others_ns + idle_ns + hurt * (stall_ns + prefill_ns)))
 
     def _off(self, view: AutoView, correction: Correction, ahead: Sequence[int], hurt: float) -> Prediction:
         """Computed again, from now on: loads that land meanwhile wait for it."""
@@ -488,8 +495,3 @@ def _schedules(num_layers: int) -> tuple[tuple[int | tuple[int, ...], tuple[int,
 
 def _width_text(width: int | tuple[int, ...]) -> str:
     return str(width) if isinstance(width, int) else ",".join(map(str, width))
-
-
-def _check_weight(weight: float) -> None:
-    if not 0 <= weight < math.inf:
-        raise ValueError(f"bystander_weight must be at least 0 and finite, got {weight}")

@@ -27,7 +27,8 @@ class ReleaseView:
         step_ns: how long the engine will be away if the request is not released at this poll: the length of the step
             that just ended, or the idle poll's interval.
         victims: requests that would stand still in a stall of the next step: the decoding ones.
-        prefilling: others that would: those with a prefill in the next step, where whoever asks knows them.
+        hurt: what a ns for which the next step stands costs others, in ns of this request's own waiting; None where
+            nobody has weighed it.
     """
 
     now_ns: int
@@ -36,7 +37,7 @@ class ReleaseView:
     start_delay_ns: int = 0
     step_ns: int = 0
     victims: int = 0
-    prefilling: int = 0
+    hurt: float | None = None
 
 
 class ReleasePolicy(Protocol):

@@ -87,12 +87,17 @@ class AutoEngine(Engine):
             ),
             waiting=self._ledger.waiting(now),
             decoding=decoding,
+            bystanders=self._bystanders(),
             step_ns=self._compute.decode_ns(decoding, scheduler.context_tokens, 1) if decoding else 0,
             idle=not decoding,
         )
 
-    def _prefilling(self) -> int:
-        return len(self._scheduler.unfinished())
+    def _hurt(self) -> float:
+        own = self._scheduler.decode_batch - self._bystanders()
+        return self._policy.hurt(self._bystanders(), own, len(self._scheduler.unfinished()))
+
+    def _bystanders(self) -> int:
+        return sum(not job.request.load.slice_layers for job in self._scheduler.decoding())
 
     def _release_instants(self, away_ns: int) -> list[tuple[Job, int]]:
         budget = self._settings.token_budget

@@ -186,14 +186,14 @@ class Engine:
                 start_delay_ns=self._settings.start_delay_ns,
                 step_ns=away_ns,
                 victims=self._scheduler.decode_batch,
-                prefilling=self._prefilling(),
+                hurt=self._hurt(),
             )
             instants.append((job, self._release.release_ns(view)))
         return instants
 
-    def _prefilling(self) -> int:
-        """How many prefills a release decision is told of; the recursion knows of none."""
-        return 0
+    def _hurt(self) -> float | None:
+        """What a stall costs others, as release decisions are told."""
+        return None
 
     def _arm_timer(self, away_ns: int) -> None:
         """An idle or decoding engine will look at the next release instant that the forecast holds."""
