@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, Final
 
 from lamella.cuda_ext._engine_library import TransferStopped
@@ -45,16 +44,27 @@ class GrantedTransfer:
     Args:
         transfer: begun under a lock that outlives the answer's way.
         grant: the server's answer.
+        peer_gone: whether the server's process has ended for certain.
+        look: takes in answers that have come.
+        timeout_s: a grant that has not come by then is refused (SAFE-5).
     """
 
-    def __init__(self, transfer: Transfer, grant: Future[Any]) -> None:
+    def __init__(
+        self,
+        transfer: Transfer,
+        grant: Future[Any],
+        *,
+        peer_gone: Callable[[], bool],
+        look: Callable[[], object],
+        timeout_s: float,
+    ) -> None:
         self._transfer = transfer
         self._grant = grant
-        grant.add_done_callback(self._stop_if_refused)
-
-    def _stop_if_refused(self, grant: Future[Any]) -> None:
-        if why_refused(grant) is not None:
-            self._transfer.cancel()
+        self._peer_gone = peer_gone
+        self._take_answers = look
+        self._until = time.monotonic() + timeout_s
+        self._timeout_s = timeout_s
+        self._refused: str | None = None
 
     @property
     def slices(self) -> Sequence[Slice]:
@@ -66,29 +76,47 @@ class GrantedTransfer:
         """Units in which it moves."""
         return self._transfer.num_slices
 
-    @property
-    def state(self) -> TransferState:
-        """Where it is; LANDED and FAILED only once the server has answered."""
-        return self._judge(self._transfer.state)
+    def _granted(self) -> bool | None:
+        """Whether the server granted it; None: it has not said. False is for good, whatever is said later."""
+        if self._refused is None and not self._grant.done():
+            self._take_answers()
+        if self._refused is None and self._grant.done():
+            self._refused = why_refused(self._grant)
+            if self._refused is None:
+                return True
+        elif self._refused is None and self._peer_gone():
+            self._refused = _GONE
+        elif self._refused is None and time.monotonic() > self._until:
+            self._refused = f"no answer within {self._timeout_s:g} s"
+        if self._refused is None:
+            return None
+        self._transfer.cancel()
+        return False
 
-    def _judge(self, moved: TransferState) -> TransferState:
+    def _judge(self, moved: TransferState, granted: bool | None) -> TransferState:
         if not moved.is_final:
             return moved
-        if not self._grant.done():
+        if granted is None:
             return TransferState.RUNNING
-        return moved if why_refused(self._grant) is None else TransferState.FAILED
+        return moved if granted else TransferState.FAILED
+
+    @property
+    def state(self) -> TransferState:
+        """Where it is; final only once the server has answered, or will not."""
+        return self._judge(self._transfer.state, self._granted())
 
     @property
     def error(self) -> str:
         """Why it failed or was cancelled; "" otherwise."""
-        refused = why_refused(self._grant)
-        return self._transfer.error if refused is None else f"the server did not grant it: {refused}"
+        if self._granted() is False:
+            return f"the server did not grant it: {self._refused}"
+        return self._transfer.error
 
     def query(self) -> Progress:
         """Its progress; nothing has landed before the grant."""
+        granted = self._granted()
         progress = self._transfer.query()
-        granted = self._grant.done() and why_refused(self._grant) is None
-        return progress._replace(state=self._judge(progress.state), landed=progress.landed if granted else 0)
+        return progress._replace(state=self._judge(progress.state, granted), landed=progress.landed if granted else 0)
 
     def wait_layer(self, layer: int, stream: int = 0, timeout_s: float = 30.0) -> int:
         """As `Transfer.wait_layer`, and granted.
@@ -97,18 +125,15 @@ class GrantedTransfer:
             TimeoutError: not within the bound.
             TransferStopped: refused, failed or cancelled.
         """
-        waited_ns = 0
-        if not self._grant.done():
-            begun_ns = time.monotonic_ns()
-            try:
-                self._grant.exception(timeout_s)
-            except (FutureTimeoutError, TimeoutError):
-                raise TimeoutError(f"the server has not granted the transfer within {timeout_s:g} s") from None
-            waited_ns = time.monotonic_ns() - begun_ns
-        refused = why_refused(self._grant)
-        if refused is not None:
+        begun = time.monotonic()
+        while (granted := self._granted()) is None:
+            if time.monotonic() - begun > timeout_s:
+                raise TimeoutError(f"the server has not granted the transfer within {timeout_s:g} s")
+            time.sleep(_FIRST_LOOK_S)
+        if not granted:
             raise TransferStopped(self.error)
-        return waited_ns + self._transfer.wait_layer(layer, stream, max(0.0, timeout_s - waited_ns / 1e9))
+        waited_s = time.monotonic() - begun
+        return int(waited_s * 1e9) + self._transfer.wait_layer(layer, stream, max(0.0, timeout_s - waited_s))
 
     def wait_final(self, timeout_s: float) -> TransferState:
         """The state it ended in.
@@ -116,7 +141,13 @@ class GrantedTransfer:
         Raises:
             TimeoutError: it is not final within the bound.
         """
-        return self._judge(self._transfer.wait_final(timeout_s))
+        begun = time.monotonic()
+        moved = self._transfer.wait_final(timeout_s)
+        while (granted := self._granted()) is None:
+            if time.monotonic() - begun > timeout_s:
+                raise TimeoutError(f"the server has not granted the transfer within {timeout_s:g} s")
+            time.sleep(_LAST_LOOK_S)
+        return self._judge(moved, granted)
 
     def timestamps_ns(self) -> SliceTimes:
         """As `Transfer.timestamps_ns`."""
@@ -138,8 +169,9 @@ class BoardTransfer:
         board: where it is counted; read while `slot` is given.
         slot: its use of an entry; None: chunk-major, and only the answer tells.
         stop: asks the server to stop it.
-        peer_gone: whether the server's process has ended, and with it every copy of its.
-        on_final: called once, when nothing of it is in flight: with whether the entry may be used again.
+        peer_gone: whether the server's process has ended for certain, and with it every copy of its.
+        look: takes in answers that have come.
+        on_final: called once, when nothing of it is in flight.
     """
 
     def __init__(
@@ -151,7 +183,8 @@ class BoardTransfer:
         *,
         stop: Callable[[], object],
         peer_gone: Callable[[], bool],
-        on_final: Callable[[bool], object],
+        look: Callable[[], object],
+        on_final: Callable[[], object],
     ) -> None:
         self._slices = tuple(slices)
         self._answer = answer
@@ -159,6 +192,7 @@ class BoardTransfer:
         self._slot = slot
         self._stop = stop
         self._peer_gone = peer_gone
+        self._take_answers = look
         self._on_final = on_final
         self._lock = threading.Lock()
         self._final: tuple[TransferState, str] | None = None
@@ -191,6 +225,7 @@ class BoardTransfer:
 
     def query(self) -> Progress:
         """Its progress as the board and the answer have it; never blocks."""
+        self._take_answers()
         with self._lock:
             answered, now_ns = self._answer.done(), time.monotonic_ns()  # before the board: what it covers is there
             if self._final is None:
@@ -229,16 +264,16 @@ class BoardTransfer:
             self._started_ns = self._started_ns or self._submitted_ns
             self._last = Arrival(len(self._slices), len(self._slices), End.LANDED)
             self._end(TransferState.LANDED, "")
-        elif self._peer_gone():
-            self._end(TransferState.FAILED, _GONE, reusable=False)
         elif answered:
             self._end(TransferState.FAILED, refused or "the server refused")
+        elif self._peer_gone():
+            self._end(TransferState.FAILED, _GONE)
 
-    def _end(self, state: TransferState, reason: str, reusable: bool = True) -> None:
+    def _end(self, state: TransferState, reason: str) -> None:
         if state is not TransferState.LANDED:
             reason = reason or f"the server's move was {state.name.lower()}"
         self._final = state, reason
-        self._on_final(reusable)
+        self._on_final()
 
     def wait_layer(self, layer: int, stream: int = 0, timeout_s: float = 30.0) -> int:
         """The layer's slice has landed; returns the waiting time in ns.

@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Final, Self
 
 SOCKET: Final = "server.sock"
-_LOCK: Final = "server.lock"
+LOCK: Final = "server.lock"
+"""Held by the folder's server for as long as it lives."""
 _ALIVE: Final = re.compile(r"alive-\d{1,10}-[0-9a-f]{16}")
 _MAX_SOCKET_PATH: Final = 107  # sockaddr_un
 
@@ -80,7 +81,7 @@ class ServerLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._fd = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:

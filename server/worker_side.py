@@ -1,0 +1,235 @@
+"""The transfer side `worker`: this process maps the server's slots, and its own engine moves the bytes.
+
+A copy begins as soon as it is ordered, under the lock that the lookup took; RETRIEVE, which makes the lock the
+transfer's own, is on its way meanwhile, and nothing counts as landed before its answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, Final
+
+from lamella.cuda_ext._execution import HostObjects
+from lamella.cuda_ext.arrival import AfterEvent, Fence
+from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
+from lamella.cuda_ext.registration import Registrar
+from lamella.cuda_ext.slots import SharedSlots, SlotMemory
+from lamella.cuda_ext.transfer import Arriving
+from lamella.reference.plan import Direction
+from lamella.reference.slices import Slice
+from lamella.server.arriving import GrantedTransfer
+from lamella.server.connection import ServerLostError
+from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Line, Moves
+from lamella.server.protocol import Release, Retrieve
+
+_MARGIN_NS: Final = 1_000_000_000
+"""A copy begins before the server has granted it only where the lookup's lock holds for so much longer."""
+
+
+class WorkerSide:
+    """This process moves.
+
+    Args:
+        moves: what both sides need.
+        engine, cache: the transfer engine and this rank's caches, known to it.
+        registrar: makes host memory reachable for the device.
+    """
+
+    def __init__(self, moves: Moves, engine: TransferEngine, cache: RegisteredCache, registrar: Registrar) -> None:
+        self._moves = moves
+        self._engine = engine
+        self._cache = cache
+        self._registrar = registrar
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._slots: dict[int, _Attached] = {}
+
+    def attach(self, epoch: int, shared: SharedSlots) -> None:
+        """The slots of this registration are mapped; those of earlier ones go with their last transfer.
+
+        Raises:
+            OSError, ValueError: as `SlotMemory.attach`.
+        """
+        attached = _Attached(SlotMemory.attach(shared, self._registrar))
+        with self._lock:
+            old, self._epoch = self._epoch, epoch
+            self._slots[epoch] = attached
+        self._drop_unused(old)
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that this process's device reaches."""
+        with self._lock:
+            attached = self._slots.get(self._epoch)
+        return attached.ready_slots if attached is not None else 0
+
+    def load(self, order: LeasedLoad) -> Callable[[], Arriving]:
+        """As `Side.load`."""
+        fence = self._moves.fences.record()
+        return lambda: self._load(order, fence)
+
+    def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
+        moves = self._moves
+        slices, slot = moves.cut()
+
+        def ended() -> None:
+            moves.fences.give(event)
+            moves.give(slot)
+
+        try:
+            attached = self._hold(order.epoch)
+        except BaseException:
+            ended()
+            raise
+
+        def drained() -> None:
+            ended()
+            self._let_go(order.epoch)
+            moves.line.ask(Release(moves.line.session(), order.lease, moves.rank))
+
+        try:
+            objects = attached.objects(order.first_chunk, order.slots)
+            answer = moves.line.ask(
+                Retrieve(
+                    moves.line.session(),
+                    order.lease,
+                    moves.rank,
+                    order.request,
+                    (),
+                    order.num_tokens,
+                    order.skip_tokens,
+                    -1,
+                    moves.place(slot),
+                    (event[1],) if event is not None and slot is not None else None,
+                    moves.layers_per_slice if slot is not None else 0,
+                )
+            )
+            begun = time.monotonic()
+            if time.monotonic_ns() > order.locked_until_ns - _MARGIN_NS:
+                _await(answer, moves.line, moves.timeout_s)
+            transfer = self._engine.submit(
+                self._cache,
+                Direction.RETRIEVE,
+                objects,
+                moves.tables(order.blocks),
+                order.num_tokens,
+                slices=slices,
+                skip_tokens=order.skip_tokens,
+                null_block=moves.null_block,
+                fence=_behind(event),
+                on_drained=drained,
+                deadline_s=moves.timeout_s,
+                board=moves.pool.board.address(slot.entry) if slot is not None else 0,
+                generation=slot.generation if slot is not None else 0,
+            )
+        except BaseException:
+            drained()
+            raise
+        return GrantedTransfer(
+            transfer,
+            answer,
+            peer_gone=lambda: moves.watch().gone_since(begun),
+            look=moves.line.look,
+            timeout_s=moves.timeout_s,
+        )
+
+    def store(self, order: LeasedStore, parts: Sequence[Slice]) -> Arriving:
+        """As `Side.store`."""
+        event = self._moves.fences.record()
+        try:
+            attached = self._hold(order.epoch)
+        except BaseException:
+            self._moves.fences.give(event)
+            raise
+
+        def drained() -> None:
+            self._moves.fences.give(event)
+            self._let_go(order.epoch)
+
+        try:
+            return self._engine.submit(
+                self._cache,
+                Direction.STORE,
+                attached.objects(order.first_chunk, order.slots),
+                self._moves.tables(order.blocks),
+                order.num_tokens,
+                slices=parts,
+                skip_tokens=order.skip_tokens,
+                null_block=self._moves.null_block,
+                fence=_behind(event),
+                on_drained=drained,
+            )
+        except BaseException:
+            drained()
+            raise
+
+    def commit(self, order: LeasedStore, ok: bool) -> Future[Any]:
+        """As `Side.commit`."""
+        line = self._moves.line
+        if not ok:
+            return line.ask(self._moves.abort_message(order.lease))
+        return line.ask(self._moves.commit_message(order, (), None))
+
+    def close(self) -> None:
+        """As `Side.close`; the engine is closed, so every slot is let go of."""
+        with self._lock:
+            slots, self._slots = self._slots, {}
+        for attached in slots.values():
+            attached.memory.close()
+
+    def _hold(self, epoch: int) -> _Attached:
+        with self._lock:
+            attached = self._slots.get(epoch)
+            if attached is None or epoch != self._epoch:
+                raise ServerLostError("these slots are of an earlier registration: look up again")
+            attached.users += 1
+            return attached
+
+    def _let_go(self, epoch: int) -> None:
+        with self._lock:
+            if epoch in self._slots:
+                self._slots[epoch].users -= 1
+        self._drop_unused(epoch)
+
+    def _drop_unused(self, epoch: int) -> None:
+        with self._lock:
+            attached = self._slots.get(epoch)
+            if attached is None or epoch == self._epoch or attached.users:
+                return
+            del self._slots[epoch]
+        attached.memory.close()
+
+
+class _Attached:
+    """A registration's slots, mapped here, and how many transfers use them."""
+
+    def __init__(self, memory: SlotMemory) -> None:
+        self.memory = memory
+        self.users = 0
+
+    @property
+    def ready_slots(self) -> int:
+        report, shape = self.memory.report(), self.memory.shape
+        failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
+        return min(min(report.ready + len(report.failed), failed) * shape.piece_slots, shape.num_slots)
+
+    def objects(self, first_chunk: int, slots: Sequence[int]) -> HostObjects:
+        memory = self.memory
+        return HostObjects((0,) * first_chunk + memory.addresses(slots), memory.shape.piece_bytes, memory.base)
+
+
+def _behind(event: FenceEvent | None) -> Fence | None:
+    return AfterEvent(event[0].address) if event is not None else None
+
+
+def _await(answer: Future[Any], line: Line, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while not answer.done():
+        if time.monotonic() > until:
+            raise TimeoutError(f"the server has not granted the transfer within {timeout_s:g} s")
+        line.look()
+        time.sleep(20e-6)
+    answer.result()
