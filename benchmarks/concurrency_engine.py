@@ -1,0 +1,518 @@
+"""A real vLLM engine in this process whose connector can be exchanged while nothing is in flight.
+
+Starting an engine costs a minute, so one engine runs many arms. A new connector is made through vLLM's own interface,
+as at an engine's start, and takes the place of the one before; the host pool's memory and its index stay. `step` does
+what vLLM's own loop does after an empty step: it sleeps a millisecond.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import json
+import logging
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from closed_loop import Delivered, Request, serve
+from concurrency_cells import Arm, Cell, Group
+from concurrency_probe import Probe
+from kept_pool import KeptPool
+from step_time_cells import MODEL
+
+ENVIRONMENT: Final = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+_TINY_ENVIRONMENT: Final = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+}
+BASE_SETTINGS: Final[dict[str, Any]] = {"max_loads": 32, "max_load_gib": 96.0, "load_timeout_s": 60.0}
+BYSTANDER_TOKENS: Final = 1024
+_FILL: Final = {"layers_per_slice": 0, "release": "whole"}
+_CONTROL_GB_PER_S: Final = 5.0
+"""The control that reads early gets its KV so slowly that every layer is read before it has landed."""
+_SEED: Final = 20_261_129
+
+
+class ConcurrencyEngine:
+    """See the module.
+
+    Args:
+        group: what will run.
+        tiny: a Llama of four layers on the CPU instead of the 8B shape on a GPU; cells must have been shrunk.
+    """
+
+    def __init__(self, group: Group, tiny: bool) -> None:
+        for name, value in (ENVIRONMENT | (_TINY_ENVIRONMENT if tiny else {})).items():
+            os.environ.setdefault(name, value)
+        self.group, self.tiny = group, tiny
+        self.peer = group.peer
+        self._pool: KeptPool | None = None
+        if self.peer is None:
+            self._pool = KeptPool("cpu" if tiny else "cuda:0", 64 << 20 if tiny else group.pool_bytes)
+            self._keep_pool()
+        begin = time.perf_counter()
+        self.llm = self._make_llm()
+        logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.base").setLevel(logging.ERROR)
+        self.started_s = time.perf_counter() - begin
+        self._engine = self.llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self._scheduler = self._core.scheduler
+        self._executed = True
+        post_step = self._core.post_step
+
+        def noting_post_step(model_executed: bool) -> None:
+            self._executed = model_executed
+            post_step(model_executed)
+
+        self._core.post_step = noting_post_step
+        import torch
+
+        self.torch = torch
+        self.probe = Probe(None if tiny else torch)
+        self._ballast: list[Any] = []
+        self._settles = 0
+        self._filled: dict[int, set[int]] = {}
+        self._top: dict[str, list[Any]] = {}
+        self.cached: dict[str, int] = {}
+        self.switch_ms = 0.0
+        if not tiny:
+            self.llm.apply_model(seed_weights)
+
+    # ---- set-up
+
+    def _keep_pool(self) -> None:
+        from lamella.connector.vllm_worker import WorkerSide
+
+        pool = self._pool
+        assert pool is not None
+        WorkerSide._make_memory = lambda worker, object_bytes: pool.cut(object_bytes)  # type: ignore[method-assign]
+
+    def _make_llm(self) -> Any:
+        import vllm
+        from vllm.config import KVTransferConfig
+
+        folder = Path(tempfile.mkdtemp(prefix="concurrency-model-"))
+        options: dict[str, Any] = {
+            "max_model_len": self.group.document_tokens + 8192,
+            "gpu_memory_utilization": 0.86,
+            "max_num_batched_tokens": 8192,
+            "max_num_seqs": 64,
+            "enforce_eager": False,
+        }
+        if self.tiny:
+            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+            from with_vllm.tiny_llama import write_tiny_llama
+
+            write_tiny_llama(folder)  # weights of its own: the CPU build packs weights when it loads them
+            options |= {
+                "max_model_len": 4096, "max_num_batched_tokens": 256, "max_num_seqs": 32, "enforce_eager": True,
+                "dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 600,
+            }  # fmt: skip
+        else:
+            (folder / "config.json").write_text(json.dumps(MODEL))
+        return vllm.LLM(
+            model=str(folder),
+            load_format="auto" if self.tiny else "dummy",
+            skip_tokenizer_init=True,
+            enable_prefix_caching=self.group.prefix_caching,
+            disable_log_stats=True,
+            kv_transfer_config=KVTransferConfig(**self._transfer_config()),
+            **options,
+        )
+
+    def _transfer_config(self) -> dict[str, Any]:
+        if self.peer is not None:
+            extra = {"cpu_bytes_to_use": self.group.pool_bytes, **self.group.peer_settings}
+            return {"kv_connector": self.peer, "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        first = _FILL if self.group.full_graphs else {"layers_per_slice": 1, "release": "first"}
+        return {
+            "kv_connector": "LamellaConnector",
+            "kv_connector_module_path": "lamella.connector.vllm",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "fail",
+            "kv_connector_extra_config": {**BASE_SETTINGS, "chunk_tokens": self.group.cells[0].chunk, **first},
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """Settings of the engine that decide its times."""
+        config = self._engine.vllm_config
+        return {
+            "started_s": round(self.started_s, 1),
+            "kv_capacity_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
+            "block_tokens": config.cache_config.block_size,
+            "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+            "cudagraph_capture_max": config.compilation_config.max_cudagraph_capture_size,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "second_runner": bool(getattr(config, "use_v2_model_runner", False)),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "switch_interval_s": sys.getswitchinterval(),
+            "host_pool_bytes": self._pool.num_bytes if self._pool is not None else self.group.pool_bytes,
+        }
+
+    # ---- arms
+
+    @property
+    def _block_pool(self) -> Any:
+        return self._scheduler.kv_cache_manager.block_pool
+
+    def switch(self, arm: Arm | None, cell: Cell) -> None:
+        """A new connector with the arm's settings is in place; None: one that stores, to fill the pool.
+
+        Raises:
+            RuntimeError: something is in flight.
+        """
+        if self.peer is not None:
+            return
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+
+        from lamella.connector.safety_rules import SafetyRules
+        from lamella.connector.vllm import LamellaConnector
+
+        begin = time.perf_counter()
+        self.settle()
+        worker_end, scheduler_end = get_kv_transfer_group(), self._scheduler.connector
+        old = scheduler_end.scheduler
+        if self._engine.has_unfinished_requests() or old.has_open_work:
+            raise RuntimeError("an arm can be exchanged only while nothing is in flight: call settle() first")
+        config = self._config_of({} if arm is None or arm.settings is None else arm.settings, cell, arm is None)
+        LamellaConnector._rules = SafetyRules(wait_for_released=arm is None or arm.obeys_waits)
+        slow = cell.tier_gb_per_s if arm is None or arm.obeys_waits else _CONTROL_GB_PER_S
+        LamellaConnector._engine_options = self._tier_options(slow)
+        tensors = worker_end.worker.tensors
+        worker_end.worker.close()
+        try:
+            worker = LamellaConnector(config, KVConnectorRole.WORKER, worker_end._kv_cache_config)
+            worker.register_kv_caches(tensors)
+            scheduler = LamellaConnector(config, KVConnectorRole.SCHEDULER, scheduler_end._kv_cache_config)
+        finally:
+            LamellaConnector._rules, LamellaConnector._engine_options = SafetyRules(), {}
+        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+        scheduler.bind_gpu_block_pool(self._block_pool)
+        side = scheduler.scheduler
+        assert side is not None
+        if old._facts.space.chunk_tokens == cell.chunk:
+            side.index, side._num_slots = old.index, old._num_slots
+        else:
+            self._filled.clear()
+        if arm is not None:
+            if not cell.stores:
+                side._store = lambda one: []  # type: ignore[method-assign]
+            if arm.settings is None:
+                side.matched_tokens = lambda request, local_hit: (0, False)  # type: ignore[method-assign]
+        if self.tiny and slow is not None:
+            assert worker.worker is not None
+            threading.Thread(target=_let_windows_move, args=(worker.worker.engine,), daemon=True).start()
+        worker_end.__dict__.update(worker.__dict__)
+        scheduler_end.__dict__.update(scheduler.__dict__)
+        self.probe.attach(worker_end, side)
+        self.switch_ms = 1e3 * (time.perf_counter() - begin)
+
+    def _config_of(self, settings: Mapping[str, Any], cell: Cell, fills: bool) -> Any:
+        extra = {**BASE_SETTINGS, "chunk_tokens": cell.chunk, "layers_per_slice": cell.width, **settings}
+        if fills or self.group.full_graphs:
+            extra |= _FILL
+        if self.tiny:
+            extra |= {"staging_mib": 4, "window_mib": 1}
+        config = copy.copy(self._engine.vllm_config)
+        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        config.kv_transfer_config.kv_connector_extra_config = extra
+        return config
+
+    def _tier_options(self, gb_per_s: float | None) -> dict[str, Any]:
+        """A lane that looks for a window no sooner than that rate allows, one window at a time: a slower link.
+
+        A lane learns to look up to a tenth earlier than the rate says. On the CPU windows move when they are let.
+        """
+        from lamella.cuda_ext.rates import H200_RATES
+
+        if gb_per_s is None:
+            return {}
+        if self.tiny:
+            return {"paced": True, "in_flight_bytes": 1, "window_bytes": 1 << 17}
+        rates = dataclasses.replace(H200_RATES, wire_bytes_per_s=0.9e9 * gb_per_s)
+        window = (1 << 20) if gb_per_s < 10 else 4 << 20
+        return {"rates": rates, "in_flight_bytes": 1, "window_bytes": window, "gather_factor": 0.0}
+
+    # ---- documents
+
+    def document(self, number: int) -> list[int]:
+        """The tokens of a document; another number differs from the first token on."""
+        return random.Random(f"{_SEED} document {number}").choices(self._alphabet, k=self.group.document_tokens)
+
+    @property
+    def _alphabet(self) -> range:
+        return range(3, 500) if self.tiny else range(1000, 100_000)
+
+    def requests(self, cell: Cell, tag: str) -> list[Request]:
+        """The cell's requests: the same tokens for every arm and repeat, and names of their own by `tag`."""
+        rng = random.Random(f"{_SEED} {cell.name}")
+        made, at_s = [], 0.0
+        for number in range(cell.requests):
+            hit, new = cell.shapes[number % len(cell.shapes)]
+            own = cell.miss_every and number % cell.miss_every == cell.miss_every - 1
+            head = rng.choices(self._alphabet, k=hit) if own else self.document(number % self.group.documents)[:hit]
+            tokens = head + rng.choices(self._alphabet, k=new)
+            made.append(Request(f"{tag}.{number}", tokens, cell.output, int(at_s * 1e9)))
+            if cell.rate_per_s:
+                at_s += rng.expovariate(cell.rate_per_s)
+        return made
+
+    def bystanders(self, cell: Cell, tag: str) -> list[Request]:
+        """Requests that only decode, with output enough for any repeat."""
+        rng = random.Random(f"{_SEED} bystanders")
+        tokens = BYSTANDER_TOKENS // 32 if self.tiny else BYSTANDER_TOKENS
+        room = 500 if self.tiny else 6000
+        return [
+            Request(f"{tag}.bystander{number}", rng.choices(self._alphabet, k=tokens), room)
+            for number in range(cell.bystanders)
+        ]
+
+    def fill(self, cell: Cell) -> float:
+        """Every document the cell draws on is in the host pool; returns the seconds that took.
+
+        Raises:
+            RuntimeError: one of them is not, whatever was done.
+        """
+        begin = time.perf_counter()
+        wanted = range(min(self.group.documents, cell.requests))
+        if self.peer is not None:
+            missing = [number for number in wanted if number not in self._filled.setdefault(0, set())]
+        else:
+            if self._chunk_tokens != cell.chunk:
+                self.switch(None, cell)
+            missing = [number for number in wanted if not self._is_stored(number, cell)]
+        if not missing:
+            return 0.0
+        self.reset(cell, ballast=False)
+        self.switch(None, cell)
+        for number in missing:
+            tokens = [*self.document(number), *self._alphabet[:8]]
+            serve(self, [Request(f"fill{self._settles}.{number}", tokens, 1)], 1)
+        self.settle()
+        if self.peer is not None:
+            self._filled[0].update(missing)
+        elif lost := [number for number in missing if not self._is_stored(number, cell)]:
+            raise RuntimeError(f"documents {lost} are not in the host pool of {self.facts()['host_pool_bytes']} bytes")
+        return time.perf_counter() - begin
+
+    @property
+    def _chunk_tokens(self) -> int:
+        return int(self._scheduler.connector.scheduler._facts.space.chunk_tokens)
+
+    def _is_stored(self, number: int, cell: Cell) -> bool:
+        from lamella.reference.keys import chunk_keys
+
+        side = self._scheduler.connector.scheduler
+        full = self.group.document_tokens // cell.chunk * cell.chunk
+        known = self._filled.setdefault(cell.chunk, set())
+        if number in known and not cell.stores:
+            return True
+        keys = chunk_keys(side._facts.space, self.document(number)[:full])
+        if side.index.leading_hits(keys) < len(keys):
+            return False
+        known.add(number)
+        return True
+
+    def reset(self, cell: Cell, ballast: bool = True) -> None:
+        """The engine's own prefix cache is empty, and it has no more free blocks than the cell needs beside one request.
+
+        Raises:
+            ValueError: the cell does not fit into the engine's cache.
+            RuntimeError: blocks are still in use.
+        """
+        pool = self._block_pool
+        if self._ballast:
+            pool.free_blocks(self._ballast)
+            self._ballast = []
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("blocks are still in use: call settle() first")
+        if not ballast:
+            return
+        size = self._engine.vllm_config.cache_config.block_size
+        others = 32 + cell.bystanders * (-(-(BYSTANDER_TOKENS + 6000) // size)) if not self.tiny else 64
+        needed = (cell.concurrency + 1) * (-(-cell.longest // size) + 2) + others
+        free = pool.get_num_free_blocks()
+        if needed > free:
+            raise ValueError(f"{cell.name} needs {needed} blocks, and the engine has {free}: lower concurrency or hit")
+        self._ballast = pool.get_new_blocks(free - needed)
+
+    def settle(self) -> None:
+        """Nothing is in flight. An engine with nothing to compute does not look at stores, so it is given something.
+
+        Raises:
+            RuntimeError: something stays in flight for a minute.
+        """
+        for _ in range(3000):
+            if self.peer is None:
+                side = self._scheduler.connector.scheduler
+                if not side.has_open_work and not self._engine.has_unfinished_requests():
+                    return
+            elif self._settles % 40 == 39 and not self._engine.has_unfinished_requests():
+                self._settles += 1
+                return
+            if not self._engine.has_unfinished_requests():
+                self._settles += 1
+                self.add(Request(f"settle{self._settles}", list(self._alphabet[:3]), 1))
+            self.step()
+            time.sleep(0.001 if self.peer is None else 0.02)
+        raise RuntimeError("something stayed in flight for a minute")
+
+    def after_repeat(self, cell: Cell) -> None:
+        """Nothing is in flight, and of the pool only documents are left."""
+        self.settle()
+        if self.peer is None and cell.stores:
+            from lamella.reference.keys import chunk_keys
+
+            side = self._scheduler.connector.scheduler
+            full = self.group.document_tokens // cell.chunk * cell.chunk
+            kept = {
+                key
+                for number in range(self.group.documents)
+                for key in chunk_keys(side._facts.space, self.document(number)[:full])
+            }
+            side.index.discard([key for key in side.index.ready_keys() if key not in kept])
+            self._filled.clear()
+
+    # ---- as the loop's engine
+
+    def add(self, request: Request, top_logprobs: int | None = None) -> None:
+        """The engine has the request."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        params = SamplingParams(
+            max_tokens=request.output,
+            min_tokens=request.output,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+            logprobs=self._top_wanted if top_logprobs is None else top_logprobs,
+        )
+        self._engine.add_request(request.name, {"prompt_token_ids": request.tokens}, params)
+
+    _top_wanted: int | None = None
+
+    def step(self) -> Sequence[Delivered]:
+        """One step, and the pause that vLLM's own loop makes after one that computed nothing."""
+        outputs = self._engine.step()
+        if not outputs:
+            if not self._executed and self._scheduler.has_requests():
+                time.sleep(0.001)
+            return ()
+        delivered = []
+        for output in outputs:
+            best = output.outputs[0]
+            name = output.request_id
+            if name not in self.cached:
+                self.cached[name] = int(output.num_cached_tokens or 0)
+            if self._top_wanted is not None and best.logprobs:
+                self._top.setdefault(name, []).extend(
+                    [[token, entry.logprob] for token, entry in top.items()] for top in best.logprobs
+                )
+            delivered.append(Delivered(name, tuple(best.token_ids), output.finished))
+        return delivered
+
+    def now_ns(self) -> int:
+        """As everything here: `time.monotonic_ns`."""
+        return time.monotonic_ns()
+
+    def sleep(self, seconds: float) -> None:
+        """Nothing to serve."""
+        time.sleep(seconds)
+
+    def abort(self, names: Sequence[str]) -> None:
+        """These requests are gone."""
+        self._engine.abort_request(list(names))
+
+    def answers(self, requests: Sequence[Request], concurrency: int, top: int = 3) -> list[dict[str, Any]]:
+        """Each request's tokens and, for each of them, the likeliest tokens with their log-probabilities."""
+        self._top, self._top_wanted = {}, top
+        try:
+            served = serve(self, requests, concurrency)
+        finally:
+            self._top_wanted = None
+        return [{"tokens": one.tokens, "top": self._top[one.name]} for one in served]
+
+    def counters(self) -> dict[str, int]:
+        """What both sides counted since the arm began."""
+        if self.peer is not None:
+            return {}
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker, side = get_kv_transfer_group().worker, self._scheduler.connector.scheduler
+        return {**side.metrics._total, **worker.metrics._total}
+
+    def peak_in_flight_bytes(self) -> int:
+        """The most bytes that were enqueued at the device since the arm began."""
+        if self.peer is not None:
+            return 0
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        from lamella.reference.plan import Direction
+
+        return int(get_kv_transfer_group().worker.engine.lane(Direction.RETRIEVE).peak_in_flight_bytes)
+
+    def close(self) -> None:
+        """The engine is down."""
+        self.settle()
+        self.reset(self.group.cells[0], ballast=False)
+        self._engine.engine_core.shutdown()
+        del self.llm
+        gc.collect()
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _let_windows_move(engine: Any) -> None:
+    """A window of 128 KiB every two milliseconds, until the engine is closed."""
+    from lamella.cuda_ext._engine_library import TransferStopped
+    from lamella.reference.plan import Direction
+
+    try:
+        engine.grant(Direction.STORE, 1 << 40)
+        while True:
+            engine.grant(Direction.RETRIEVE, 1)
+            time.sleep(0.002)
+    except TransferStopped:
+        return
+
+
+def seed_weights(model: Any) -> int:
+    """The model's weights are random numbers of a fixed seed, scaled so that tokens depend on every layer's KV.
+
+    vLLM's dummy weights give the same tokens for any prompt and any cache. In place, so captured graphs stay right.
+    Returns the number of parameters.
+    """
+    import torch
+
+    scales = {"qkv_proj": 2.0, "o_proj": 3.0, "lm_head": 4.0}
+    count = 0
+    generators: dict[torch.device, torch.Generator] = {}
+    for name, weight in model.named_parameters():
+        count += weight.numel()
+        generator = generators.setdefault(weight.device, torch.Generator(weight.device).manual_seed(_SEED))
+        if weight.dim() < 2:
+            weight.data.fill_(1.0)
+            continue
+        scale = next((scale for part, scale in scales.items() if part in name), 1.0)
+        std = 0.3 if "embed_tokens" in name else scale / weight.shape[-1] ** 0.5
+        weight.data.normal_(0.0, std, generator=generator)  # [out, in]
+    return count
