@@ -131,7 +131,7 @@ class WorkerLoads:
         self._late_bad = set()
         self.bad_blocks -= orders.rewritten_blocks - self._undrained()
         for number in orders.cancels:
-            self._cancel(number)
+            self.cancel(number)
         for order in orders.loads:
             self.begin(order, now_ns)
         self.gated = [load for load in self._loads.values() if load.released and self._outstanding(load)]
@@ -288,7 +288,8 @@ class WorkerLoads:
         (self.bad_blocks if self._rules.report_in_same_step else self._late_bad).update(load.blocks)
         self._drain(load)
 
-    def _cancel(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
+        """Nobody can be reading the load: what was not issued of it never will be; its end is still reported."""
         load = self._loads.get(number)
         if load is not None:
             load.cancelled = True

@@ -1,0 +1,400 @@
+"""One rank of an engine on a cache server: what an engine calls, whichever process moves the bytes.
+
+    found = worker.lookup(keys)                          locked, on every rank of the engine
+    number = worker.retrieve("r1", found, blocks, ...)   begins at once, behind what the stream was given so far
+    worker.begin_step(held_blocks=..., num_tokens=...)   each step: what its layers must wait for is settled
+      worker.wait_layer(layer)                           before the layer reads: every released retrieve, whoever is
+                                                         in the batch (REL-2); bounded, a time-out fails that retrieve
+      worker.layer_computed(layer)                       layerwise stores leave
+    worker.step_computed()
+    report = worker.poll()                               once a step: released (first layers landed), ended, failed
+
+A retrieve is reported received once (REL-1), when its release rule says so; it stays in the draining set until its last
+layer has landed, or its failure was collected, and only then are slot, locks and blocks anybody else's. A failure is
+reported by block, in every step whose batch holds one (`errors`). Everything but `lookup`, `allocate` and the waits
+returns at once, and each of those has a bound (SAFE-5). For the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.safety_rules import ALL_RULES, SafetyRules
+from lamella.connector.step_orders import BlockTables, LoadOrder, StepOrders
+from lamella.connector.worker_loads import WorkerLoads
+from lamella.cuda_ext.arrival_board import LayerArrivalBoard, LayerArrivalPool
+from lamella.cuda_ext.device import Device
+from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.peer_memory import ExportedCaches, export_caches
+from lamella.cuda_ext.transfer import Arriving
+from lamella.reference.keys import ChunkKey
+from lamella.reference.release import First, ReleasePolicy
+from lamella.reference.slices import plan_slices
+from lamella.server.client import CacheSession, Epoch
+from lamella.server.connection import Connection, ServerLostError
+from lamella.server.frames import RefusedError
+from lamella.server.moves import Fences, LeasedLoad, LeasedStore, Line, Moves, Side
+from lamella.server.peer_watch import ServerWatch
+from lamella.server.protocol import TransferSide
+from lamella.server.rank import RankCaches, RankOfEngine, Report, register_message
+from lamella.server.rank_stores import RankStores
+from lamella.server.sequences import Locked, allocate
+from lamella.server.server_side import ServerSide
+from lamella.server.wire import EVERY_RANK, Code
+from lamella.server.worker_side import WorkerSide
+
+_log = logging.getLogger(__name__)
+
+
+class Worker:
+    """See the module.
+
+    Args:
+        folder: the server's.
+        of: which rank this is.
+        caches: its paged caches.
+        transfer_side: whose process moves the bytes. Caches that the server cannot move by copy engines alone, or not
+            open, fall back to this process, the reason said.
+        layers_per_slice: width or schedule; 0: chunk-major.
+        layerwise_stores: stores leave layer by layer while the step computes; this process's side only.
+        release: when a request may run.
+        num_arrival_slots: retrieves that can be layer-major at the same time.
+        wait_timeout_s: bound of each wait for a layer.
+        load_timeout_s: a retrieve that has not landed by then fails.
+        stream: the stream that computes now, as `cudaStream_t`.
+        rules: all of them, outside tests.
+        engine_options: for the transfer engine.
+        several_groups: the engine cannot report blocks; failures are by request, and release waits for everything.
+
+    Raises:
+        ServerLostError, RefusedError, OSError, ValueError: no server, or it refuses this rank.
+        LibraryMissingError, RuntimeError: no native library, or no device.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        of: RankOfEngine,
+        caches: RankCaches,
+        *,
+        transfer_side: TransferSide = TransferSide.WORKER,
+        layers_per_slice: int | tuple[int, ...] = 1,
+        layerwise_stores: bool = False,
+        release: ReleasePolicy | None = None,
+        num_arrival_slots: int = 64,
+        wait_timeout_s: float = 10.0,
+        load_timeout_s: float = 30.0,
+        call_timeout_s: float = 2.0,
+        stream: Callable[[], int] = lambda: 0,
+        rules: SafetyRules = ALL_RULES,
+        engine_options: Mapping[str, Any] | None = None,
+        several_groups: bool = False,
+    ) -> None:
+        layout = caches.layout
+        self.metrics = Metrics()
+        self.rank = of.rank
+        self._caches = caches
+        self._call_timeout_s = call_timeout_s
+        self._folder = folder
+        self._engine: TransferEngine | None = None
+        self._worker_side: WorkerSide | None = None
+        self._next = 0
+        self._board = LayerArrivalBoard.create(num_arrival_slots)
+        width = layers_per_slice or layout.num_layers
+        slices = plan_slices(layout.num_layers, width)
+        moves = Moves(
+            rank=of.rank,
+            num_layers=layout.num_layers,
+            slices=slices,
+            layers_per_slice=layers_per_slice,
+            pool=LayerArrivalPool(self._board),
+            line=Line(Connection(folder, timeout_s=call_timeout_s), lambda: self.session.epoch.registered.session),
+            fences=Fences(caches.device, stream),
+            watch=lambda: self._watch,
+            tables=caches.tables,
+            null_block=caches.null_block,
+            timeout_s=load_timeout_s,
+        )
+        self._moves = moves
+        options: dict[str, Any] = {"num_layers": layout.num_layers, "deadline_s": load_timeout_s}
+        options |= dict(engine_options or {})
+        self._session: CacheSession | None = None
+        self._watch: ServerWatch
+        self.transfer_side = transfer_side
+        self._side: Side
+        try:
+            if transfer_side is TransferSide.SERVER and not self._serve_from_server(of):
+                self.transfer_side = TransferSide.WORKER
+            if self.transfer_side is TransferSide.WORKER:
+                self._engine = TransferEngine(caches.device, **options)
+                cache = self._engine.register_cache(layout, caches.engines)
+                self._side = self._worker_side = WorkerSide(
+                    moves, self._engine, cache, Device(caches.device).registrar()
+                )
+                self._session = self._register(of, None)
+            else:
+                self._side = ServerSide(moves)
+        except BaseException:
+            self._close_parts()
+            raise
+        group = layout.groups[0]
+        self.loads = WorkerLoads(
+            self._begin_load,
+            layout.num_layers,
+            release or First(1),
+            group.block_tokens,
+            sum(one.geometry.token_bytes for one in layout.groups),
+            wait_timeout_s,
+            stream,
+            rules,
+            self.metrics,
+            several_groups,
+        )
+        layerwise = layerwise_stores and self.transfer_side is TransferSide.WORKER and bool(layers_per_slice)
+        self._stores = RankStores(self._side, slices, layerwise, self.metrics)
+
+    def _serve_from_server(self, of: RankOfEngine) -> bool:
+        """Whether the server could open the caches; the reason is said where it could not."""
+        caches = self._caches
+        try:
+            self._session = self._register(of, export_caches(caches.device, caches.engines, caches.shared))
+        except (RefusedError, OSError, ValueError) as refused:
+            if isinstance(refused, RefusedError) and refused.code not in (Code.REFUSED, Code.FAILED):
+                raise
+            _log.warning("this process moves the bytes, not the server: %s", refused)
+            return False
+        return True
+
+    def _register(self, of: RankOfEngine, exported: ExportedCaches | None) -> CacheSession:
+        side = self._worker_side
+        return CacheSession(
+            self._folder,
+            register_message(of, self._caches.layout, exported, self._board),
+            timeout_s=self._call_timeout_s,
+            ready_slots=(lambda: side.ready_slots) if side is not None else lambda: -1,
+            on_epoch=self._begin_epoch,
+        )
+
+    def _begin_epoch(self, epoch: Epoch) -> None:
+        self._watch = ServerWatch(self._folder)
+        if self._worker_side is not None and epoch.shared is not None:
+            self._worker_side.attach(epoch.number, epoch.shared)
+
+    @property
+    def session(self) -> CacheSession:
+        """With the server.
+
+        Raises:
+            RuntimeError: the worker is closed.
+        """
+        if self._session is None:
+            raise RuntimeError("this worker has no session: it is closed")
+        return self._session
+
+    # ---- what is there
+
+    def lookup(self, keys: Sequence[ChunkKey], *, first_wanted: int = 0, use_tiers: bool = True) -> Locked:
+        """How many of `keys` are there on every rank, locked there; a miss where the server is lost.
+
+        Args:
+            keys: of a sequence's chunks from chunk 0 on, all in the key space of the engine's rank 0.
+            first_wanted: chunks before it count as hits and are not locked.
+            use_tiers: what the pool lacks is looked for in the tiers, behind this call's back.
+        """
+        before_ns = time.monotonic_ns()
+        found = self.session.lookup(keys, first_wanted=first_wanted, rank=EVERY_RANK, use_tiers=use_tiers)
+        try:
+            epoch = self.session.epoch
+        except ServerLostError:
+            return Locked(found, 0, 0, first_wanted)
+        lease_ns = int(epoch.registered.lease_s * 1e9)
+        return Locked(found, epoch.number, before_ns + lease_ns, first_wanted)
+
+    def give_back(self, locked: Locked) -> None:
+        """What was looked up will not be retrieved, on any rank."""
+        if locked.found.lease:
+            self.session.release(locked.found.lease, EVERY_RANK)
+
+    # ---- loads
+
+    def retrieve(
+        self,
+        request: str,
+        locked: Locked,
+        blocks: BlockTables,
+        num_tokens: int,
+        *,
+        skip_tokens: int = 0,
+        joins_step: bool = False,
+    ) -> int:
+        """The retrieve is on its way; returns its number.
+
+        Args:
+            request: whose.
+            locked: from `lookup`; the part of this rank is the retrieve's from now on.
+            blocks: block tables of the sequence from its first token on, one a KV cache group.
+            num_tokens, skip_tokens: tokens `[skip_tokens, num_tokens)` are brought, within the chunks that were locked.
+            joins_step: the request runs in this very step instead of waiting to be reported.
+        """
+        number = self._take_number()
+        rows = locked.found.slots
+        order = LeasedLoad(
+            number,
+            request,
+            rows[self.rank] if rows else (),
+            locked.first_chunk,
+            blocks,
+            num_tokens,
+            skip_tokens,
+            joins_step,
+            locked.found.lease,
+            locked.epoch,
+            locked.until_ns,
+        )
+        self.begin_load(order)
+        return number
+
+    def begin_load(self, order: LeasedLoad) -> None:
+        """As `retrieve`, of an order that a scheduler made."""
+        self._next = max(self._next, order.number + 1)
+        self.metrics.count("loads")
+        self.loads.begin(order, time.monotonic_ns())
+
+    def abort(self, number: int) -> None:
+        """Nobody reads the retrieve: what was not issued of it never will be. Its end is still reported."""
+        self.loads.cancel(number)
+
+    def _begin_load(self, order: LoadOrder) -> Callable[[], Arriving]:
+        assert isinstance(order, LeasedLoad), "loads of a server's worker have a lease"
+        return self._side.load(order)
+
+    # ---- a step
+
+    def begin_step(
+        self,
+        *,
+        num_tokens: int = 0,
+        num_decoding: int = 0,
+        held_blocks: frozenset[int] = frozenset(),
+        rewritten_blocks: frozenset[int] = frozenset(),
+    ) -> None:
+        """A step begins; its layers will wait for what was released before.
+
+        Args:
+            num_tokens: that it computes; 0: no forward pass.
+            num_decoding: requests of the batch that stand still in a stall.
+            held_blocks: blocks that the batch takes for computed, of retrieves that have not ended well.
+            rewritten_blocks: blocks of failed retrieves that this step computes anew.
+        """
+        self.loads.begin_step(
+            StepOrders(
+                num_tokens=num_tokens,
+                num_decoding=num_decoding,
+                held_blocks=held_blocks,
+                rewritten_blocks=rewritten_blocks,
+            )
+        )
+
+    def wait_layer(self, layer: int) -> None:
+        """Work given to the stream from now on reads the layer right, or `errors` names the blocks in this step."""
+        if self.loads.gated:
+            self.loads.wait_layer(layer)
+
+    def layer_computed(self, layer: int) -> None:
+        """The layer's KV of this step is in its blocks, on the stream."""
+        self._stores.layer_computed(layer)
+
+    def step_computed(self) -> None:
+        """The forward pass was launched: stores leave, unless a block of theirs has failed."""
+        self._stores.step_computed(self.loads.spoils)
+
+    def errors(self) -> set[int]:
+        """Blocks whose retrieve failed, to report in this step (SAFE-3)."""
+        return self.loads.errors()
+
+    # ---- stores
+
+    def store(self, request: str, keys: Sequence[ChunkKey], blocks: BlockTables, first_chunk: int = 0) -> list[int]:
+        """What of `keys` is not there yet leaves when `step_computed` is called; numbers of the stores begun.
+
+        Fewer leave where the server has no room or is lost: a store that does not happen costs a miss later.
+
+        Args:
+            request: whose.
+            keys: of chunks `first_chunk`, `first_chunk + 1`, ..., in rank 0's key space; whole in their blocks by then.
+            blocks: block tables of the sequence from its first token on.
+        """
+        size = self._caches.layout.chunk_tokens
+        orders = allocate(self.session, request, keys, blocks, first_chunk, size, self.rank, self._take_number)
+        for order in orders:
+            self.begin_store(order)
+        return [order.number for order in orders]
+
+    def begin_store(self, order: LeasedStore) -> None:
+        """As `store`, of an order that a scheduler made."""
+        self._stores.begin(order)
+
+    def _take_number(self) -> int:
+        number, self._next = self._next, self._next + 1
+        return number
+
+    # ---- what has happened
+
+    def poll(self) -> Report:
+        """What has happened since the last poll; the engine asks once a step."""
+        self._moves.line.look()
+        polled = self.loads.poll()
+        stores, readable = self._stores.poll()
+        return Report(polled.received, polled.failed, polled.ended, stores, readable)
+
+    def flush_stores(self, numbers: Sequence[int], timeout_s: float = 10.0) -> None:
+        """Blocks of these stores can be written again.
+
+        Raises:
+            TimeoutError: one of them still reads after so many seconds.
+        """
+        self._stores.flush(numbers, timeout_s)
+
+    @property
+    def num_open(self) -> int:
+        """Retrieves of which something is in flight, and stores that nobody can read yet."""
+        return self.loads.num_open + self._stores.num_open
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the server is there; without it everything is a miss."""
+        try:
+            return bool(self.session.epoch)
+        except ServerLostError:
+            return False
+
+    # ---- the end
+
+    def close(self) -> None:
+        """Nothing of this rank is in flight, the server has let go of it, and its memory is unmapped."""
+        self.loads.close()
+        self._close_parts()
+        self._stores.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _close_parts(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+        if self._session is not None:
+            self._session.close()
+        if self._worker_side is not None:
+            self._worker_side.close()
+        self._moves.line.close()
+        self._moves.fences.close()
+        self._board.close()
