@@ -73,7 +73,7 @@ class CacheSession:
         where: the server's folder.
         register: the registration, its `alive` left empty.
         timeout_s: bound of each call.
-        ready_slots: how many slots this process's device can reach now; -1: it maps none.
+        ready_slots: how many slots this process's device can reach now, asked again with each ping; -1: all of them.
         on_epoch: called with each registration, from the constructor and then from the keeping thread: attach the new
             slots, let go of the old. What it raises makes the session lost until it succeeds.
 
@@ -302,6 +302,7 @@ class CacheSession:
         number = 1 if self._epoch is None else self._epoch.number + 1
         epoch = Epoch(number, registered)
         self._on_epoch(epoch)
+        connection.call(Ping(registered.session, self._ready_slots()), Pong)  # slots are handed out from here on
         self._epoch, self._lost = epoch, ""
 
     def _keep(self) -> None:

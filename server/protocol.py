@@ -179,7 +179,7 @@ class Lookup(Message):
     Attributes:
         prefixes: `pack_prefixes` of the sequence's chunk keys, from chunk 0 on.
         last_tokens: tokens of the last chunk named.
-        first_wanted: chunks before it count as hits and are not locked.
+        first_wanted: chunks before it are there for the engine already: they count, unseen, and are not locked.
         rank: only this rank; `EVERY_RANK`: the minimum over the engine's ranks.
         use_tiers: what the pool lacks is looked for in the tiers and brought, behind this call's back.
     """
@@ -345,7 +345,10 @@ class StatsReport(Message):
 
 
 class Ping(Message):
-    """The peer is there; `ready_slots` from 0 on are registered for its device (-1: it maps none)."""
+    """The peer is there; `ready_slots` from 0 on can be reached by its device (-1: all); it is given no others.
+
+    A worker has none until its first ping.
+    """
 
     session: Number
     ready_slots: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]

@@ -1,0 +1,234 @@
+"""The server's loop: frames in, answers out, and nothing that waits for anything else.
+
+One thread runs every rule (`CacheService`), so that no rule needs a lock. What takes long runs elsewhere and is brought
+back by `later`: a queue and an event descriptor that wakes the loop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Final
+
+import zmq
+
+from lamella.server.endpoint import ServerLock, ipc_endpoint, make_folder, reclaim_marks
+from lamella.server.frames import RefusedError, decode_request, encode, encode_refusal, number_of
+from lamella.server.handlers import Peer
+from lamella.server.mover import OpenMover
+from lamella.server.protocol import Message
+from lamella.server.service import CacheService
+from lamella.server.settings import ServerSettings
+from lamella.server.tcp import TcpDoor
+from lamella.server.wire import MAX_MESSAGE_BYTES, Code
+
+_log = logging.getLogger(__name__)
+_TICK_S: Final = 0.25
+_BURST: Final = 64
+"""Messages of one socket before the others have a turn."""
+
+
+class CacheServer:
+    """A server on its folder's socket and, if asked for, on TCP. `run` serves until `stop`.
+
+    Args:
+        settings: the server's.
+        tcp: a door for peers of other hosts.
+        open_mover: as `CacheService`.
+
+    Raises:
+        RuntimeError: another server has the folder.
+        PermissionError, OSError, ValueError: the folder or an address cannot be used.
+    """
+
+    def __init__(
+        self, settings: ServerSettings, *, tcp: TcpDoor | None = None, open_mover: OpenMover | None = None
+    ) -> None:
+        self.settings = settings
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._wake_lock = threading.Lock()
+        self._opened = contextlib.ExitStack()
+        self._stop_after_ns: int | None = None
+        with contextlib.ExitStack() as opened:
+            make_folder(settings.folder)
+            opened.callback(ServerLock(settings.folder).close)
+            reclaim_marks(settings.folder)
+            self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            opened.callback(self._close_wake)
+            self.service = CacheService(settings, self._later, open_mover=open_mover)
+            opened.callback(self.service.close, settings.drain_s)
+            context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+            opened.callback(context.term)
+            self._local = _socket(context)
+            opened.callback(self._local.close)
+            _admit_own_user(self._local)
+            self._local.bind(ipc_endpoint(settings.folder))
+            self._sockets = {self._local: Peer(is_local=True)}
+            if tcp is not None:
+                remote = _socket(context)
+                opened.callback(remote.close)
+                opened.callback(tcp.open(context, remote))
+                self._sockets[remote] = Peer(is_local=False)
+            self._opened = opened.pop_all()
+
+    # ---- any thread
+
+    def stop(self) -> None:
+        """The server drains and then `run` returns; called a second time, it returns without waiting further."""
+        self._later(self._begin_stop)
+
+    def health(self) -> tuple[bool, str]:
+        """Whether new requests are served, and a line about it."""
+        return (False, "draining") if self.service.draining else (True, "serving")
+
+    def metrics(self) -> str:
+        """The page of figures."""
+        return self.service.metrics.text(self.service.places.all())
+
+    def _later(self, job: Callable[[], None]) -> None:
+        self._queue.put(job)
+        with self._wake_lock:
+            if self._wake >= 0:  # otherwise it is closed, and nobody is left to run the job
+                os.eventfd_write(self._wake, 1)
+
+    def _close_wake(self) -> None:
+        with self._wake_lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    # ---- the loop's thread
+
+    def run(self) -> None:
+        """Serves until stopped and drained, then closes everything."""
+        try:
+            poller = zmq.Poller()
+            for socket in self._sockets:
+                poller.register(socket, zmq.POLLIN)
+            poller.register(self._wake, zmq.POLLIN)
+            next_tick = time.monotonic()
+            while not self._may_return():
+                now = time.monotonic()
+                if now >= next_tick:
+                    self.service.tick()
+                    next_tick = now + _TICK_S
+                ready = dict(poller.poll(max(1, int((next_tick - now) * 1000))))
+                self._run_jobs()
+                for socket in self._sockets:
+                    if socket in ready:
+                        self._receive(socket)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Sockets, memory and the folder are let go of. A second call does nothing."""
+        self._opened.close()
+
+    def _begin_stop(self) -> None:
+        if self._stop_after_ns is None:
+            _log.info("draining: no new work is taken")
+            self.service.drain()
+            self._stop_after_ns = time.monotonic_ns() + int(self.settings.drain_s * 1e9)
+        else:
+            self._stop_after_ns = 0
+
+    def _may_return(self) -> bool:
+        if self._stop_after_ns is None:
+            return False
+        if self.service.lending.is_idle:
+            return True
+        if time.monotonic_ns() < self._stop_after_ns:
+            return False
+        _log.warning("stopping with transfers under way: their peers will find their leases gone")
+        return True
+
+    def _run_jobs(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                job = self._queue.get_nowait()
+                try:
+                    job()
+                except Exception:  # one peer's trouble is not the others'
+                    _log.exception("something that had ended could not be settled")
+
+    def _receive(self, socket: zmq.Socket[bytes]) -> None:
+        for _turn in range(_BURST):
+            try:
+                identity, *frames = socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._answer(socket, identity, frames)
+
+    def _answer(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
+        metrics = self.service.metrics
+        began_ns = time.perf_counter_ns()
+        number = 0
+        try:
+            number = number_of(frames)
+            request = decode_request(frames)
+            answer = self.service.handlers.answer(request, self._sockets[socket])
+        except RefusedError as refused:
+            self._refuse(socket, identity, RefusedError(refused.code, str(refused), number or refused.number))
+            return
+        except Exception as error:
+            _log.exception("a request could not be answered")
+            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}", number))
+            return
+        kind = request.kind
+        metrics.requests.labels(kind.name.lower()).inc()
+        if isinstance(answer, Future):
+            answer.add_done_callback(
+                lambda done: self._later(lambda: self._settle(socket, identity, number, kind, done))
+            )
+        else:
+            self._send(socket, identity, encode(number, answer, kind))
+        metrics.seconds.labels(kind.name.lower()).observe((time.perf_counter_ns() - began_ns) / 1e9)
+
+    def _settle(
+        self, socket: zmq.Socket[bytes], identity: bytes, number: int, kind: int, done: Future[Message]
+    ) -> None:
+        try:
+            self._send(socket, identity, encode(number, done.result(), kind))
+        except RefusedError as refused:
+            self._refuse(socket, identity, RefusedError(refused.code, str(refused), number))
+        except Exception as error:
+            _log.exception("a request could not be answered")
+            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}", number))
+
+    def _refuse(self, socket: zmq.Socket[bytes], identity: bytes, refused: RefusedError) -> None:
+        self.service.metrics.refusals.labels(refused.code.value).inc()
+        self._send(socket, identity, encode_refusal(refused))
+
+    @staticmethod
+    def _send(socket: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # a peer that is gone, or takes nothing any more
+            socket.send_multipart([identity, frame], zmq.NOBLOCK)
+
+
+def _socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    socket = context.socket(zmq.ROUTER)
+    socket.linger = 500
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
+    return socket
+
+
+def _admit_own_user(socket: zmq.Socket[bytes]) -> None:
+    """The kernel's word on the peer's user is asked at each connection (SRV-5).
+
+    Raises:
+        OSError: this build of libzmq cannot ask.
+    """
+    try:
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
+    except zmq.ZMQError as refused:
+        raise OSError(
+            refused.errno, f"libzmq {zmq.zmq_version()} does not check the peers' user: install another pyzmq"
+        ) from None
