@@ -9,6 +9,10 @@ within 1e-4. They are equal to the bit but for a few: the engine rounds a little
 other steps, which `--control` shows, where nothing is loaded (one changed number of one block moves a log-probability
 by 0.2). At the end nothing may be left: blocks, pins, slots, holds.
 
+On a GPU answers are rounded otherwise by every other batch: `--control-minutes` first lets the same traffic run with
+nothing to load, and twice the largest deviation seen there is allowed. A load that fails ends its requests there, since
+vLLM cannot take a running request back.
+
 Exit code 1: a wrong answer, something left behind, or fewer preemptions and aborts than asked for.
 """
 
@@ -16,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import sys
@@ -25,14 +28,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from lamella.reference.plan import Direction
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "CRITICAL",
@@ -56,13 +58,6 @@ def conversations(rng: random.Random) -> list[list[int]]:
     return prompts
 
 
-def deviation(answer: Any, right: Any) -> float:
-    """The largest difference of a log-probability; infinite if tokens or the reason differ."""
-    if (answer.tokens, answer.reason) != (right.tokens, right.reason):
-        return math.inf
-    return max(abs(mine - other) for mine, other in zip(answer.logprobs, right.logprobs, strict=True))
-
-
 class Troublemaker:
     """Makes loads fail and holds them up at random: at their start, between layers, and in mid-copy.
 
@@ -72,7 +67,7 @@ class Troublemaker:
 
     def __init__(self, live: Any, rng: random.Random, fail: float, longest_pause_s: float) -> None:
         self.failed = 0
-        self._engine = live.worker.engine
+        self._gate = live.gate
         self._rng = random.Random(rng.random())
         self._longest_pause_s = longest_pause_s
         self._stop = threading.Event()
@@ -85,30 +80,105 @@ class Troublemaker:
             if fate < fail / 2:
                 return _refuse
             if fate < fail:
-                self._engine.plant_fault(Direction.RETRIEVE, self._windows() + rng.randrange(1, 4))
+                self._gate.fail_at(rng.randrange(1, 4))
             return job
 
         live.worker.loads._submit = submit
         self._thread = threading.Thread(target=self._let_layers_land, daemon=True)
         self._thread.start()
 
-    def _windows(self) -> int:
-        return int(self._engine.lane(Direction.RETRIEVE).windows)
-
     def _let_layers_land(self) -> None:
         while not self._stop.wait(self._rng.uniform(0.0, self._longest_pause_s)):
-            if self._engine.lane(Direction.RETRIEVE).live_transfers:
-                self._engine.grant(Direction.RETRIEVE, 1)
+            if self._gate.live:
+                self._gate.grant(1)
 
     def stop(self) -> None:
         """No more pauses; what is under way lands."""
         self._stop.set()
         self._thread.join()
-        self._engine.grant(Direction.RETRIEVE, 1 << 40)
+        self._gate.grant(1 << 40)
 
 
 def _refuse() -> Any:
     raise RuntimeError("planted by the soak")
+
+
+class Traffic:
+    """Requests in a random order, several at once, some of them aborted; every answer is compared."""
+
+    def __init__(self, live: Any, rng: random.Random, prompts: list[list[int]], expected: list[Any]) -> None:
+        self.live, self.rng, self.prompts, self.expected = live, rng, prompts, expected
+        self.counts = dict.fromkeys(
+            ("answers", "wrong", "not to the bit", "ended by a failed load", "aborts", "preemptions", "steps"), 0
+        )
+        self.largest = 0.0
+        self._number = 0
+        self._preempted = live.scheduler._preempt_request
+        live.scheduler._preempt_request = self._count_preemption
+
+    def _count_preemption(self, *arguments: Any, **keywords: Any) -> Any:
+        self.counts["preemptions"] += 1
+        return self._preempted(*arguments, **keywords)
+
+    def run(self, minutes: float, aborts: float, tolerance: float, fails: bool) -> None:
+        """Answers farther apart than `tolerance` are wrong; so is an error where no load was made to fail."""
+        until = time.monotonic() + minutes * 60
+        running: dict[str, tuple[int, int | None]] = {}  # name -> (prompt, step at which it is aborted)
+        live, rng, counts = self.live, self.rng, self.counts
+        while time.monotonic() < until or running:
+            while len(running) < IN_FLIGHT + 2 and time.monotonic() < until:
+                pick = rng.randrange(len(self.prompts))
+                name, self._number = f"q{self._number}", self._number + 1
+                dies = counts["steps"] + rng.randrange(0, 12) if rng.random() < aborts else None
+                live.add(name, self.prompts[pick], NEW_TOKENS)
+                running[name] = (pick, dies)
+            live.step()
+            counts["steps"] += 1
+            for name, (pick, dies) in list(running.items()):
+                if name in live.outputs:
+                    self._judge(name, live.outputs.pop(name), self.expected[pick], tolerance, fails)
+                    del running[name]
+                elif dies is not None and dies <= counts["steps"]:
+                    live.abort(name)
+                    del running[name]
+                    counts["aborts"] += 1
+        live.outputs.clear()
+
+    def _judge(self, name: str, answer: Any, right: Any, tolerance: float, fails: bool) -> None:
+        self.counts["answers"] += 1
+        if answer.reason == "error" and fails:
+            self.counts["ended by a failed load"] += 1
+            return
+        apart = answer.deviation(right) if answer.reason == right.reason else float("inf")
+        self.counts["not to the bit"] += apart > 0
+        self.largest = max(self.largest, apart)
+        if apart > tolerance:
+            self.counts["wrong"] += 1
+            print(f"wrong: {name}, {apart} apart: {answer} instead of {right}", file=sys.stderr)
+
+
+def yardsticks(live: Any, prompts: list[list[int]]) -> list[Any]:
+    """Each prompt's answer alone, with nothing to load."""
+    expected = []
+    for tokens in prompts:
+        live.forget_blocks()
+        live.side.reset()
+        expected.append(live.generate(tokens, NEW_TOKENS))
+        assert expected[-1].cached == 0, "the yardstick computes everything"
+    return expected
+
+
+def left_behind(live: Any, device_blocks: int) -> dict[str, int]:
+    """What is still taken once everything has ended; all of it must be 0."""
+    live.settle()
+    occupancy = live.side.index.occupancy()
+    return {
+        "blocks": device_blocks - 1 - live.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
+        "pins": occupancy.pins,
+        "slots being written": occupancy.writing,
+        "holds": live.side.book.num_held,
+        "work": live.side.book.num_open,
+    }
 
 
 def main() -> int:
@@ -124,91 +194,60 @@ def main() -> int:
     parser.add_argument("--least-preemptions", type=int, default=20)
     parser.add_argument("--least-aborts", type=int, default=50)
     parser.add_argument("--control", action="store_true", help="nothing is stored or loaded: the engine alone")
+    parser.add_argument(
+        "--control-minutes", type=float, default=0.0, help="such a time first: what it shows is allowed"
+    )
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
 
-    from with_vllm.live_engine import LiveEngine
+    import torch
+
+    from with_vllm.live_engine import DTYPE, PLAIN_STEPS, LiveEngine
     from with_vllm.tiny_llama import write_tiny_llama
 
     if not (asked.model / "config.json").exists():
-        write_tiny_llama(asked.model)
+        write_tiny_llama(asked.model, dtype=getattr(torch, DTYPE))
     rng = random.Random(asked.seed)
     prompts = conversations(rng)
     live = LiveEngine(
         asked.model,
         {"layers_per_slice": 1, "release": asked.release, "host_pool_gib": 0.02, "chunk_tokens": 64, "max_loads": 3},
-        policy="recompute",
+        policy="recompute" if PLAIN_STEPS else "fail",
         paced=True,
         num_gpu_blocks_override=asked.device_blocks,
         max_num_seqs=IN_FLIGHT,
     )
-    expected = []
-    for tokens in prompts:
-        live.forget_blocks()
-        live.side.reset()
-        answer = live.generate(tokens, NEW_TOKENS)
-        assert answer.cached == 0, "the yardstick computes everything"
-        expected.append(answer)
+    expected = yardsticks(live, prompts)
+    tolerance, control = ROUNDING, None
+    if asked.control_minutes:
+        with live.nothing_loaded():
+            alone = Traffic(live, rng, prompts, expected)
+            alone.run(asked.control_minutes, asked.aborts, float("inf"), fails=False)
+        tolerance = max(ROUNDING, 2 * alone.largest)
+        control = {**alone.counts, "largest deviation": alone.largest}
+        print(f"control: {control}", file=sys.stderr, flush=True)
+        live.scheduler._preempt_request = alone._preempted
     trouble = Troublemaker(live, rng, asked.failures, asked.longest_pause_ms / 1e3)
     if asked.control:
         live.side.matched_tokens = lambda request, local_hit: (0, False)
-    counts = {"answers": 0, "wrong": 0, "not to the bit": 0, "aborts": 0, "preemptions": 0, "steps": 0}
-    running: dict[str, tuple[int, int | None]] = {}  # name -> (prompt, step at which it is aborted)
-    preempted = live.scheduler._preempt_request
-
-    def count_preemption(*arguments: Any, **keywords: Any) -> Any:
-        counts["preemptions"] += 1
-        return preempted(*arguments, **keywords)
-
-    live.scheduler._preempt_request = count_preemption
-    largest = 0.0
-    until, number = time.monotonic() + asked.minutes * 60, 0
-    while time.monotonic() < until or running:
-        while len(running) < IN_FLIGHT + 2 and time.monotonic() < until:
-            pick = rng.randrange(len(prompts))
-            name, number = f"q{number}", number + 1
-            dies = counts["steps"] + rng.randrange(0, 12) if rng.random() < asked.aborts else None
-            live.add(name, prompts[pick], NEW_TOKENS)
-            running[name] = (pick, dies)
-        live.step()
-        counts["steps"] += 1
-        for name, (pick, dies) in list(running.items()):
-            if name in live.outputs:
-                answer = live.outputs.pop(name)
-                del running[name]
-                counts["answers"] += 1
-                apart = deviation(answer, expected[pick])
-                counts["not to the bit"] += apart > 0
-                largest = max(largest, apart)
-                if apart > ROUNDING:
-                    counts["wrong"] += 1
-                    print(f"wrong: {name}, prompt {pick}: {answer} instead of {expected[pick]}", file=sys.stderr)
-            elif dies is not None and dies <= counts["steps"]:
-                live.abort(name)
-                del running[name]
-                counts["aborts"] += 1
-    live.outputs.clear()
+    traffic = Traffic(live, rng, prompts, expected)
+    began = time.monotonic()
+    traffic.run(asked.minutes, asked.aborts, tolerance, fails=not PLAIN_STEPS and asked.failures > 0)
+    took_s = time.monotonic() - began
     trouble.stop()
-    live.settle()
-    free = live.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
-    occupancy = live.side.index.occupancy()
-    left = {
-        "blocks": asked.device_blocks - 1 - free,
-        "pins": occupancy.pins,
-        "slots being written": occupancy.writing,
-        "holds": live.side.book.num_held,
-        "work": live.side.book.num_open,
-    }
-    totals = {**live.side.metrics._total, **live.worker.metrics._total}
+    left, counts = left_behind(live, asked.device_blocks), traffic.counts
     result = {
         **counts,
         "loads that were made to fail": trouble.failed,
-        "largest deviation": largest,
+        "largest deviation": traffic.largest,
+        "allowed deviation": tolerance,
+        "control": control,
         "left behind": left,
-        "metrics": totals,
-        "minutes": asked.minutes,
+        "metrics": {**live.side.metrics._total, **live.worker.metrics._total},
+        "minutes": round(took_s / 60, 2),
         "seed": asked.seed,
         "release": asked.release,
+        "device": str(live.tensors[0].device),
     }
     print(json.dumps(result, indent=1))
     if asked.json:

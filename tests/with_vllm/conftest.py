@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,7 @@ _REASON = "vLLM is not installed here: `make test-vllm` builds an environment th
 
 # Read by vLLM when it is imported. One thread: the tiny model gains nothing from more, and vLLM's threads spin.
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,14 +49,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _model(tmp_path_factory, "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Sixteen layers, so that slices of eight mean something."""
+    return _model(tmp_path_factory, "deep-llama", layers=16)
+
+
+def _model(factory: pytest.TempPathFactory, name: str, **options: Any) -> Path:
+    import torch
+
+    from with_vllm.live_engine import DTYPE
     from with_vllm.tiny_llama import write_tiny_llama
 
-    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+    return write_tiny_llama(factory.mktemp(name), dtype=getattr(torch, DTYPE), **options)
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_llama: Path) -> Iterator[object]:
-    """An engine whose loads move window by window, with the cache of 39 blocks that makes reuse certain."""
+    """An engine whose loads move slice by slice as a test lets them; its cache of 39 blocks makes reuse certain."""
     from with_vllm.live_engine import LiveEngine
 
     live = LiveEngine(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+import math
+import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -18,11 +21,23 @@ from lamella.connector.safety_rules import ALL_RULES
 from lamella.connector.slice_width import choose_width
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.worker_loads import Load
-from lamella.reference.plan import Direction
 from lamella.reference.slices import plan_slices
+from with_vllm.gates import NativeGate, SliceGate
 
 BLOCK = 32
 _BOUND_S = 60.0
+
+ON_GPU = torch.cuda.is_available()
+"""There the engine computes in bfloat16, by its defaults: Model Runner V2, asynchronous scheduling, CUDA graphs."""
+
+PLAIN_STEPS = not ON_GPU or os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0"
+"""Whether a running request can be taken back: on a GPU only by the first model runner, one step after another."""
+
+DTYPE = "bfloat16" if ON_GPU else "float32"
+_NOISE_FLOOR, _NOISE_LIMIT = (
+    0.02,
+    0.4,
+)  # of a log-probability in bfloat16; a layer read too early moves one by more than 1
 
 
 def prompt(num_tokens: int, salt: int = 0) -> list[int]:
@@ -32,26 +47,59 @@ def prompt(num_tokens: int, salt: int = 0) -> list[int]:
 
 def sampling(num_tokens: int) -> SamplingParams:
     return SamplingParams(
-        temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=0
+        temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=2
     )
 
 
+class Tolerance:
+    """How far apart two right answers may be; 0 on a CPU, where they are equal to the bit."""
+
+    logprob = 0.0
+
+
 class Answer(NamedTuple):
-    """What a request gave. Logprobs are compared to the bit: small damage leaves tokens as they are."""
+    """What a request gave. Logprobs are compared as well: small damage leaves tokens as they are."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     reason: str | None
     cached: int | None
+    leads: tuple[float, ...] = ()
+    """By how much each token was more likely than the next best."""
 
     def same(self, other: Answer) -> bool:
-        return self[:3] == other[:3]
+        """Equal to the bit, or on a GPU as near as the engine's own repetitions are."""
+        if self[:3] == other[:3]:
+            return True
+        return self.reason == other.reason and self.deviation(other) <= Tolerance.logprob
+
+    def deviation(self, other: Answer) -> float:
+        """The smallest tolerance of a log-probability under which both are right.
+
+        Where tokens differ it is half the lead that the chosen one had: within that, either is right, and what follows
+        is another text that is not compared.
+        """
+        if len(self.tokens) != len(other.tokens):
+            return math.inf
+        largest = 0.0
+        for mine, theirs, a, b, lead in zip(
+            self.tokens, other.tokens, self.logprobs, other.logprobs, self.leads, strict=True
+        ):
+            if mine != theirs:
+                return max(largest, lead / 2)
+            largest = max(largest, abs(a - b))
+        return largest
 
 
 def answer_of(output: Any) -> Answer:
     best = output.outputs[0]
-    logprobs = tuple(next(iter(step.values())).logprob for step in best.logprobs or ())
-    return Answer(tuple(best.token_ids), logprobs, best.finish_reason, output.num_cached_tokens)
+    steps = [{token: found.logprob for token, found in step.items()} for step in best.logprobs or ()]
+    logprobs = tuple(step[token] for step, token in zip(steps, best.token_ids, strict=True))
+    leads = tuple(
+        own - max(value for token, value in step.items() if token != chosen)
+        for step, chosen, own in zip(steps, best.token_ids, logprobs, strict=True)
+    )
+    return Answer(tuple(best.token_ids), logprobs, best.finish_reason, output.num_cached_tokens, leads)
 
 
 def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fail", **options: Any) -> LLM:
@@ -59,13 +107,15 @@ def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fai
     arguments: dict[str, Any] = {
         "model": str(model),
         "skip_tokenizer_init": True,
-        "enforce_eager": True,
-        "dtype": "float32",
+        "enforce_eager": not ON_GPU,
+        "dtype": DTYPE,
         "max_model_len": 1024,
         "seed": 0,
         "block_size": BLOCK,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
+        **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} if ON_GPU else {}),
+        **({"async_scheduling": False} if ON_GPU and PLAIN_STEPS else {}),
         **options,
     }
     if extra is not None:
@@ -86,15 +136,17 @@ class LiveEngine:
         self, model: Path, extra: Mapping[str, Any], *, policy: str = "fail", paced: bool = False, **options: Any
     ) -> None:
         # one window in flight: the next is issued, and a planted fault met, when the one before has landed
-        LamellaConnector._engine_options = {"paced": True, "in_flight_bytes": 1} if paced else {}
+        native = paced and not ON_GPU and os.environ.get("LAMELLA_TEST_GATE") != "slices"
+        LamellaConnector._engine_options = {"paced": True, "in_flight_bytes": 1} if native else {}
         try:
             self.llm = make_llm(model, extra, policy=policy, **options)
         finally:
             LamellaConnector._engine_options = {}
         self.outputs: dict[str, Answer] = {}
-        self.paced = paced
         if paced:
-            self.worker.engine.grant(Direction.STORE, 1 << 40)
+            self.gate = NativeGate(self.worker.engine) if native else SliceGate(self.worker.engine)
+        if ON_GPU:
+            Tolerance.logprob = self.own_deviation()
 
     # ---- its parts
 
@@ -136,6 +188,14 @@ class LiveEngine:
     def add(self, name: str, tokens: list[int], num_new: int = 12) -> None:
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": tokens}, sampling(num_new))
 
+    def step_until(self, holds: Callable[[], bool], limit: int = 200) -> None:
+        """Steps until it holds; with asynchronous scheduling an answer comes a step later."""
+        for _ in range(limit):
+            if holds():
+                return
+            self.step()
+        raise AssertionError(f"it did not come to hold within {limit} steps")
+
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             for output in self.llm.llm_engine.step():
@@ -157,13 +217,20 @@ class LiveEngine:
     def settle(self) -> None:
         """Steps until nothing is in flight: an engine with nothing to do does not look at stores."""
         for _ in range(300):
-            if not (self.side.book.num_open or self.worker.loads.num_open or self.worker.stores.num_open):
+            if not (
+                self.side.book.num_open or self.worker.loads.num_open or self.worker.stores.num_open or self._batches
+            ):
                 return
-            if not self.llm.llm_engine.has_unfinished_requests():
+            if not self._batches and not self.llm.llm_engine.has_unfinished_requests():
                 self.add("settle", prompt(3, salt=99), 1)
             self.step()
             threading.Event().wait(0.001)
         raise AssertionError("something stayed in flight")
+
+    @property
+    def _batches(self) -> int:
+        """Steps whose output the scheduler has not seen yet."""
+        return len(self.llm.llm_engine.engine_core.engine_core.batch_queue or ())
 
     def forget_blocks(self) -> None:
         """The engine's own prefix cache is empty, and its blocks hold nothing that could pass for KV."""
@@ -172,6 +239,69 @@ class LiveEngine:
         assert self.llm.reset_prefix_cache()
         for tensor in self.worker.tensors.values():
             tensor.fill_(7.0)
+
+    def own_deviation(self) -> float:
+        """How far apart the engine's own answers are when it cuts a prompt into other steps; nothing is loaded.
+
+        Alone, as a hit of its own prefix cache from several lengths on, and beside another request; twice that.
+        """
+        largest = 0.0
+        with self.nothing_loaded():
+            for salt in (0, 5, 7):
+                tokens = prompt(500, salt)
+                self.forget_blocks()
+                first = self.generate(tokens)
+                self.add("again", tokens)
+                self.add("beside", prompt(300, salt + 50))
+                again, _beside = self.finish("again", "beside")
+                answers = [again]
+                for length in (448, 320, 64):
+                    self.forget_blocks()
+                    self.generate(tokens[:length], 1)
+                    answers.append(self.generate(tokens))
+                largest = max([largest, *(answer.deviation(first) for answer in answers)])
+        self.side.reset()
+        self.forget_blocks()
+        assert largest < _NOISE_LIMIT, f"the engine's own answers are {largest} apart: no yardstick"
+        return max(_NOISE_FLOOR, 2 * largest)
+
+    @contextmanager
+    def nothing_loaded(self) -> Iterator[None]:
+        """Requests find what the engine's own prefix cache holds and nothing else; they are stored all the same."""
+        matched = self.side.matched_tokens
+
+        def ask(request: Any, local_hit: int) -> tuple[int, bool]:
+            matched(request, local_hit)
+            return 0, False
+
+        self.side.matched_tokens = ask
+        try:
+            yield
+        finally:
+            self.side.matched_tokens = matched
+
+    def kv_of(self, name: str, num_tokens: int) -> list[torch.Tensor]:
+        """Bytes of the request's first tokens, a tensor a layer; None of it moves any more."""
+        blocks = self.scheduler.kv_cache_manager.get_block_ids(self.request(name).request_id)[0]
+        index = torch.tensor(blocks[: num_tokens // self.block_tokens], device=self.tensors[0].device)
+        return [tensor[index].view(torch.uint8).cpu() for tensor in self.tensors]  # [blocks, ...]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The engine's caches, by layer."""
+        return list(self.worker.tensors.values())
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block."""
+        return int(self.worker.caches.block_tokens[0][0])
+
+    def generate_with_kv(self, tokens: list[int], num_tokens: int) -> tuple[Answer, list[torch.Tensor]]:
+        """The answer, and the bytes of the first tokens' KV that it was computed from."""
+        self.add("kept", tokens)
+        self.step_until(lambda: self.request("kept").num_output_tokens > 0, 3000)
+        kv = self.kv_of("kept", num_tokens)
+        return self.finish("kept")[0], kv
 
     def stored(self, tokens: list[int], num_new: int = 12) -> Answer:
         """The prompt's answer when everything is computed; its KV is in the host pool afterwards, and nowhere else."""
@@ -189,19 +319,19 @@ class LiveEngine:
         self.wait_until(lambda: load.transfer is not None)
         earlier = [one.transfer for one in self.loads if one.order.number < load.order.number]
         pending = [one for one in earlier if one is not None and not one.state.is_final]
-        stopped = load.cancelled or load.failed  # only the window in flight is left of it
-        needed = 1 if stopped else layers - load.transfer.landed()
+        stopped = load.cancelled or load.failed
+        needed = self.gate.held_of_a_stopped_load if stopped else layers - load.transfer.landed()
         needed += sum(one.num_slices - one.landed() for one in pending)
-        self.worker.engine.grant(Direction.RETRIEVE, needed)
+        self.gate.grant(needed)
         self.wait_until(lambda: load.transfer.landed() >= layers or load.transfer.state.is_final)
 
     def fail_at(self, layer: int) -> None:
         """The next load's layer of that number fails when the one before it has landed."""
-        self.worker.engine.plant_fault(Direction.RETRIEVE, self.worker.engine.lane(Direction.RETRIEVE).windows + layer)
+        self.gate.fail_at(layer)
 
     def fail_next(self, load: Load) -> None:
         """One more layer of the load lands, and the planted fault behind it is met; what it issued drains too."""
-        self.worker.engine.grant(Direction.RETRIEVE, 2)
+        self.gate.grant(2)
         self.wait_until(lambda: load.transfer.state.is_final)
 
     def wait_until(self, holds: Any) -> None:
@@ -214,11 +344,15 @@ class LiveEngine:
 
     def release(self, name: str, layers: int = 1) -> None:
         """The request's load begins, its first layers land, and it is reported received; the rest is frozen."""
-        self.step()
+        self.begin(name)
         load = self.load_of(name)
         self.land(load, layers)
-        self.step()
+        self.step_until(lambda: self.request(name).request_id in self.scheduler.finished_recving_kv_req_ids, 4)
         assert load.reported
+
+    def begin(self, name: str) -> None:
+        """The request's load is on its worker."""
+        self.step_until(lambda: any(one.order.request.startswith(f"{name}-") for one in self.loads), 4)
 
     @contextmanager
     def landing_on_demand(self) -> Iterator[list[tuple[str, int]]]:
@@ -271,12 +405,17 @@ class LiveEngine:
         finally:
             manager.allocate_slots = original
 
-    def configure(self, width: int | tuple[int, ...], release: str = "first", use_layerwise: bool = False) -> None:
-        """From now on loads move like this; what an engine's settings would have said at its start."""
+    def configure(
+        self, width: int | str | tuple[int, ...], release: str = "first", use_layerwise: bool = False
+    ) -> bool:
+        """From now on loads move like this; what an engine's settings would have said at its start.
+
+        Returns whether they move in more than one slice.
+        """
         worker, num_layers = self.worker, self.worker.caches.layout.num_layers
         settings = replace(
             self.side._settings,
-            layers_per_slice=width if isinstance(width, int) else ",".join(map(str, width)),
+            layers_per_slice=",".join(map(str, width)) if isinstance(width, tuple) else width,
             release=release,
             use_layerwise=use_layerwise,
         )
@@ -287,6 +426,7 @@ class LiveEngine:
         worker.stores._slices = worker.slices
         worker.stores._slice_ends = {part.end_layer - 1: part for part in worker.slices}
         worker.loads._release = settings.release_policy
+        return len(worker.slices) > 1
 
     def abort(self, name: str) -> None:
         self.llm.llm_engine.abort_request([self.request(name).request_id], internal=True)

@@ -13,22 +13,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
 
 P = prompt(500)
 Q = prompt(500, salt=7)
-WIDTHS: tuple[int | tuple[int, ...], ...] = (0, 1, 2, 3, 4, (1, 1, 2))
+WIDTHS: tuple[int | str | tuple[int, ...], ...] = (0, 1, 3, 8, 16, (1, 1, 2, 4), "auto")
 RELEASES = ("whole", "first", "first:2", "first:4", "jit", "jit:1ms", "jit:step")
 
 
 @pytest.fixture(scope="module")
-def free(tiny_llama: Path) -> Iterator[LiveEngine]:
+def free(deep_llama: Path) -> Iterator[LiveEngine]:
     live = LiveEngine(
-        tiny_llama,
+        deep_llama,
         {
             "layers_per_slice": 1,
-            "host_pool_gib": 0.1,
+            "host_pool_gib": 0.25,
             "chunk_tokens": 64,
             "wait_timeout_s": 60.0,
             "load_timeout_s": 300,
@@ -40,30 +41,53 @@ def free(tiny_llama: Path) -> Iterator[LiveEngine]:
 
 
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
-def test_asynchronous_loads_are_exact_for_every_release(free: LiveEngine, width: int | tuple[int, ...]) -> None:
+def test_asynchronous_loads_are_exact_for_every_release(free: LiveEngine, width: int | str | tuple[int, ...]) -> None:
     free.configure(width)
     computed = free.stored(P)
     for release in RELEASES if width else ("whole",):
-        free.configure(width, release)
+        layerwise = free.configure(width, release)
         before = {name: free.worker.metrics.total(name) for name in ("loads_layerwise", "loads_whole")}
         loaded = free.generate(P)
         assert loaded.same(computed), (width, release)
         assert loaded.cached == 448
         free.forget_blocks()
-        engaged = "loads_layerwise" if width not in (0, 4) else "loads_whole"
+        engaged = "loads_layerwise" if layerwise else "loads_whole"
         assert free.worker.metrics.total(engaged) == before[engaged] + 1
 
 
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
-def test_synchronous_loads_and_layerwise_stores_are_exact(free: LiveEngine, width: int | tuple[int, ...]) -> None:
+def test_synchronous_loads_and_layerwise_stores_are_exact(free: LiveEngine, width: int | str | tuple[int, ...]) -> None:
     free.configure(width, use_layerwise=True)
     computed = free.stored(P)
     free.add("r1", P)
     free.step()
-    assert free.request("r1").num_output_tokens == 1  # it joined the very first step
+    assert free.request("r1").num_computed_tokens == len(P)  # it joined the very first step
     loaded = free.finish("r1")[0]
     assert loaded.same(computed)
     assert loaded.cached == 448
+
+
+@pytest.mark.parametrize("width", WIDTHS, ids=str)
+def test_a_load_answers_as_the_engines_own_hit_of_the_same_length_and_its_bytes_are_the_same(
+    free: LiveEngine, width: int | str | tuple[int, ...]
+) -> None:
+    """Equal steps, so the answers differ by no more than the engine's own repetitions do: by nothing, on a CPU."""
+    own = []
+    with free.nothing_loaded():
+        for _repetition in range(3):
+            free.side.reset()
+            free.forget_blocks()
+            free.generate(P[:448], 1)
+            own.append(free.generate_with_kv(P, 448))
+    spread = max(answer.deviation(own[-1][0]) for answer, _kv in own)
+    free.forget_blocks()
+    for release in ("first", "jit:step", "whole") if width else ("whole",):
+        free.configure(width, release)
+        loaded, kv = free.generate_with_kv(P, 448)
+        assert (loaded.cached, own[-1][0].cached) == (448, 448)
+        assert all(torch.equal(mine, right) for mine, right in zip(kv, own[-1][1], strict=True))
+        assert loaded.deviation(own[-1][0]) <= spread, (width, release)
+        free.forget_blocks()
 
 
 def test_a_prompt_of_many_lengths_is_exact(free: LiveEngine) -> None:
@@ -114,15 +138,24 @@ def _sampling() -> Any:
 
 
 def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]) -> list[bool]:
-    """Whether P and Q answer right from objects that `spoil` changed; an object is `[L, blocks, block bytes]`."""
+    """Whether P and Q answer to the bit as before from objects that `spoil` changed.
+
+    An object is `[L, blocks, block bytes]`, as words of one number each.
+    """
     free.configure(1)
     computed = [free.stored(P)]
     computed.append(free.generate(Q))
     free.forget_blocks()
+    right = []
+    for tokens, yardstick in zip((P, Q), computed, strict=True):
+        right.append(free.generate(tokens))
+        assert right[-1].same(yardstick)
+        free.forget_blocks()
     slots = free.side.index.occupancy().ready
     layout = free.worker.caches.layout
+    words = {2: np.uint16, 4: np.uint32}[layout.groups[0].geometry.element_bytes]
     objects = [
-        np.frombuffer(free.worker.memory.buffer(slot), np.float32).reshape(layout.num_layers, -1)
+        np.frombuffer(free.worker.memory.buffer(slot), words).reshape(layout.num_layers, -1)
         for slot in range(free.worker.memory.shape.num_slots)
         if slot in free.side.index._by_slot
     ]
@@ -135,7 +168,7 @@ def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]
             answers.append(free.generate(tokens))
             assert answers[-1].cached == 448
             free.forget_blocks()
-        return [answer.same(right) for answer, right in zip(answers, computed, strict=True)]
+        return [answer.deviation(own) == 0 for answer, own in zip(answers, right, strict=True)]
     finally:
         for one, was in zip(objects, kept, strict=True):
             one[:] = was
@@ -143,12 +176,12 @@ def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]
 
 def _zero_layer_2(objects: list[np.ndarray]) -> None:
     for one in objects:
-        one[2] = 0.0
+        one[2] = 0
 
 
 def _change_one_number(objects: list[np.ndarray]) -> None:
     for one in objects:
-        one[3, 12345] += 0.5
+        one[3, 12345] ^= 1 << (one.itemsize * 8 - 9)  # twice or half as large
 
 
 def _swap_requests(objects: list[np.ndarray]) -> None:
@@ -166,6 +199,7 @@ def test_control_a_spoilt_object_is_seen(free: LiveEngine, spoil: Callable[[list
     assert answers_of_reuse(free, spoil) == [False, False]
 
 
+@pytest.mark.skipif(not PLAIN_STEPS, reason="recompute is refused with asynchronous scheduling or Model Runner V2")
 def test_a_failed_object_is_computed_and_nothing_wrong_is_stored(free: LiveEngine) -> None:
     """After a failure what was computed from failed blocks is not kept: the next load is right again."""
     from lamella.reference.plan import Direction

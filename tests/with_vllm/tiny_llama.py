@@ -15,7 +15,9 @@ from safetensors.torch import save_file
 LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 256, 8, 2, 64, 512
 
 
-def write_tiny_llama(folder: Path, *, window: int | None = None) -> Path:
+def write_tiny_llama(
+    folder: Path, *, window: int | None = None, layers: int = LAYERS, dtype: torch.dtype = torch.float32
+) -> Path:
     """`folder` holds config.json and model.safetensors; with `window`, every other layer slides over so many tokens."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {
@@ -33,23 +35,24 @@ def write_tiny_llama(folder: Path, *, window: int | None = None) -> Path:
         "max_position_embeddings": 4096,
         "mlp_bias": False,
         "num_attention_heads": HEADS,
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": layers,
         "num_key_value_heads": KV_HEADS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
-        "torch_dtype": "float32",
+        "torch_dtype": str(dtype).removeprefix("torch."),
         "vocab_size": VOCABULARY,
     }
     if window is not None:
-        kinds = ["full_attention" if layer % 2 == 0 else "sliding_attention" for layer in range(LAYERS)]
+        kinds = ["full_attention" if layer % 2 == 0 else "sliding_attention" for layer in range(layers)]
         config |= {"sliding_window": window, "layer_types": kinds}
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    save_file(_weights(), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = {name: tensor.to(dtype) for name, tensor in _weights(layers).items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights() -> dict[str, torch.Tensor]:
+def _weights(layers: int) -> dict[str, torch.Tensor]:
     """Seeded weights, scaled so that 24 greedy tokens are nearly all distinct."""
     generator = torch.Generator().manual_seed(1234)
 
@@ -62,7 +65,7 @@ def _weights() -> dict[str, torch.Tensor]:
         "lm_head.weight": normal(VOCABULARY, HIDDEN, 4.0),
     }
     query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
-    for layer in range(LAYERS):
+    for layer in range(layers):
         prefix = f"model.layers.{layer}."
         weights |= {
             prefix + "self_attn.q_proj.weight": normal(query, HIDDEN, 2.0),
