@@ -168,6 +168,6 @@ def while_others_decode(
         del seen[:-1]
     served = body(Noting())
     if ended:
-        raise RuntimeError(f"bystanders were done before the requests: {', '.join(sorted(ended))}; give them more output")
+        raise RuntimeError(f"bystanders ended before the requests: {', '.join(sorted(ended))}; give them more output")
     abort(list(times))
     return served, times

@@ -230,9 +230,7 @@ GROUPS: Final[dict[str, Group]] = {
     "no_prefix_caching": Group(
         (dataclasses.replace(_MIDDLE, arms=_FEW), dataclasses.replace(_CORE[1], arms=_FEW)), prefix_caching=False
     ),
-    "full_graphs": Group(
-        tuple(dataclasses.replace(cell, arms=WAIT_FREE_ARMS) for cell in _CORE[:3]), full_graphs=True
-    ),
+    "full_graphs": Group(tuple(dataclasses.replace(cell, arms=WAIT_FREE_ARMS) for cell in _CORE[:3]), full_graphs=True),
     "peer_offloading": Group(_PEER_CELLS, peer="OffloadingConnector"),
     "peer_simple": Group(_PEER_CELLS, peer="SimpleCPUOffloadConnector"),
 }

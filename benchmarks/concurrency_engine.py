@@ -331,7 +331,7 @@ class ConcurrencyEngine:
         return True
 
     def reset(self, cell: Cell, ballast: bool = True) -> None:
-        """The engine's own prefix cache is empty, and it has no more free blocks than the cell needs beside one request.
+        """The engine's prefix cache is empty, and no more blocks are free than the cell needs and one request more.
 
         Raises:
             ValueError: the cell does not fit into the engine's cache.

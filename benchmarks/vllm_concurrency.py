@@ -9,9 +9,9 @@
 One engine runs every arm: the connector is exchanged between repeats, while nothing is in flight. A cell's rounds each
 begin with the baseline, then come the other arms in random order, and the baseline closes the cell. Prompts are a
 document of the host pool and new tokens, the same for every arm and repeat; before each repeat vLLM's own prefix cache
-is emptied, and it keeps no more than the cell needs beside one request, so that every hit comes from the pool. Each repeat is
-one line of OUT; a second call skips the lines that are there, so a run can be cut anywhere. Weights are seeded, so that
-an early read changes tokens: `verify` lines hold answers to compare with recomputation.
+is emptied, and it keeps no more than the cell needs and one request more, so that every hit comes from the pool. Each
+repeat is one line of OUT; a second call skips the lines that are there, so a run can be cut anywhere. Weights are
+seeded, so that an early read changes tokens: `verify` lines hold answers to compare with recomputation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,16 @@ from closed_loop import Served, serve, while_others_decode
 from concurrency_cells import ARMS, BASELINE, GROUPS, Arm, Cell, Group
 
 SCHEMA_VERSION = 1
-VERIFY_ARMS = ("recompute", "chunk_bounded", "interleaved_first", "fifo_first", "fifo_jit", "sync", "auto", "early_read")
+VERIFY_ARMS = (
+    "recompute",
+    "chunk_bounded",
+    "interleaved_first",
+    "fifo_first",
+    "fifo_jit",
+    "sync",
+    "auto",
+    "early_read",
+)
 _SHRINK = 32
 
 
@@ -147,8 +156,8 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     begin_ns = min(one.arrival_ns for one in served)
     end_ns = max(one.token_ns[-1] for one in served)
     engine.after_repeat(cell)
-    seen = engine.probe.taken()
-    loads = {name.rsplit("-", 1)[0] if name not in engine.cached else name: load for name, load in seen["loads"].items()}
+    noted = engine.probe.taken()
+    loads = {name if name in engine.cached else name.rsplit("-", 1)[0]: load for name, load in noted["loads"].items()}
     return {
         "kind": "repeat",
         "cell": dataclasses.asdict(cell),
@@ -162,13 +171,15 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
             request_row(one, begin_ns, loads.get(one.name, {}), engine.cached.get(one.name, 0)) for one in served
         ],
         "steps": [
-            [round((step[0] - begin_ns) / 1e3), round((step[1] - step[0]) / 1e3), *step[2:]] for step in seen["steps"]
+            [round((step[0] - begin_ns) / 1e3), round((step[1] - step[0]) / 1e3), *step[2:]] for step in noted["steps"]
         ],
-        "host_stall_us": seen["host_stall_us"],
-        "stream_stall_us": seen["stream_stall_us"],
+        "host_stall_us": noted["host_stall_us"],
+        "stream_stall_us": noted["stream_stall_us"],
         "peak_in_flight_bytes": peak,
-        "peak_live_transfers": seen["peak_live_transfers"],
-        "bystander_us": [[round((at_ns - begin_ns) / 1e3) for at_ns in one if at_ns <= end_ns] for one in times.values()],
+        "peak_live_transfers": noted["peak_live_transfers"],
+        "bystander_us": [
+            [round((at_ns - begin_ns) / 1e3) for at_ns in seen if at_ns <= end_ns] for seen in times.values()
+        ],
         "counters": counters,
     }
 
@@ -258,7 +269,8 @@ class Run:
             for label, tokens in taken.items()
             if right
         }
-        self.say(f"{cell.name}: {len({tuple(one) for one in right})} different answers of {len(right)}; other than alone: {changed}")
+        different = len({tuple(one) for one in right})
+        self.say(f"{cell.name}: {different} different answers of {len(right)}; other than alone: {changed}")
 
     def all(self, cells: Iterable[Cell]) -> bool:
         """Whether every cell is done within the budget."""
@@ -280,11 +292,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cells", choices=sorted(GROUPS), default="core")
     parser.add_argument("--only", default="", help="cells whose name holds one of these words, split by commas")
     parser.add_argument("--arms", default="", help="only these arms, split by commas; the baseline stays")
-    parser.add_argument("--arm", action="append", default=[], metavar="NAME=JSON", help="another arm, or other settings")
+    parser.add_argument("--arm", action="append", default=[], metavar="NAME=JSON", help="an arm of your own")
     parser.add_argument("--repeats", type=int, default=0, help="instead of each cell's own")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on")
     parser.add_argument("--budget-s", type=float, default=480.0, help="no further repeat begins after so long")
-    parser.add_argument("--stream-stalls", action="store_true", help="time each layer's wait on the stream; not for figures")
+    parser.add_argument(
+        "--stream-stalls", action="store_true", help="time layers' waits on the stream; not for figures"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, 1/32 of the tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--commit", default="unknown", help="written down with the machine's facts")
@@ -301,9 +315,8 @@ def main() -> int:
     for text in asked.arm:
         name, _equals, settings = text.partition("=")
         arms[name] = Arm(name, json.loads(settings))
-        group = dataclasses.replace(
-            group, cells=tuple(dataclasses.replace(cell, arms=(*dict.fromkeys((*cell.arms, name)),)) for cell in group.cells)
-        )
+        cells = (dataclasses.replace(cell, arms=tuple(dict.fromkeys((*cell.arms, name)))) for cell in group.cells)
+        group = dataclasses.replace(group, cells=tuple(cells))
     if asked.tiny:
         group = shrunk(group)
     wanted_arms = [name for name in asked.arms.split(",") if name]

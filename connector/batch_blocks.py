@@ -67,12 +67,16 @@ class BatchBlocks:
         A block that went bad, was freed and is being filled anew counts only beyond the tokens computed anew in it.
         """
         size = self._block_tokens[0]
+        wanted = watched if isinstance(watched, frozenset | set) else frozenset(watched)
         found: set[int] = set()
-        for one in batch if watched else ():
+        for one in batch if wanted else ():
             table = self._tables.get(one.request, [[]])[0]
-            for index, block in enumerate(table[: -(-one.computed // size)]):
-                if block in watched and one.computed - index * size > self._rewritten_tokens.get(block, 0):
-                    found.add(block)
+            computed = table[: -(-one.computed // size)]
+            hits = wanted.intersection(computed)  # tables hold a thousand blocks, and this runs in every step
+            for block in hits & self._rewritten_tokens.keys():
+                if one.computed - computed.index(block) * size <= self._rewritten_tokens[block]:
+                    hits -= {block}
+            found |= hits
         return frozenset(found)
 
     def rewritten(self, batch: Sequence[Scheduled], bad: Collection[int]) -> frozenset[int]:
