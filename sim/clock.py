@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import Any, cast
+from heapq import heappop, heappush
+from typing import Any
 
 import simpy
-from simpy.core import EmptySchedule
 from simpy.events import Event
 
 
@@ -40,11 +40,12 @@ class Clock:
 
     def __init__(self) -> None:
         self._environment = simpy.Environment(initial_time=0)
-
-    @property
-    def now_ns(self) -> int:
-        """The present instant."""
-        return cast("int", self._environment._now)  # SimPy's own property costs a call more in the innermost loop
+        self._queue = (
+            self._environment._queue
+        )  # what follows is SimPy 4's own order: (instant, priority, number, event)
+        self._numbers = self._environment._eid
+        self.now_ns = 0
+        """The present instant; a plain attribute, because the innermost loops read it."""
 
     def at(self, instant_ns: int, phase: Phase, action: Callable[[], Any]) -> None:
         """`action` will run at that instant, in that phase. What is scheduled cannot be taken back.
@@ -52,11 +53,10 @@ class Clock:
         Raises:
             ValueError: an instant in the past.
         """
-        delay = instant_ns - self._environment._now
-        if delay < 0:
-            raise ValueError(f"instant {instant_ns} has passed; it is {self._environment.now}")
-        event = _Action(self._environment, action)
-        self._environment.schedule(event, phase, delay)  # type: ignore[arg-type]  # EventPriority(phase) is phase
+        if instant_ns < self.now_ns:
+            raise ValueError(f"instant {instant_ns} has passed; it is {self.now_ns}")
+        # What Environment.schedule does, with the instant in place of a delay; SimPy pops it like any other event.
+        heappush(self._queue, (instant_ns, phase, next(self._numbers), _Action(self._environment, action)))  # type: ignore[misc]
 
     def soon(self, phase: Phase, action: Callable[[], Any]) -> None:
         """`action` runs in this instant, in that phase: at once if nothing that comes before it is left.
@@ -64,34 +64,45 @@ class Clock:
         Only as the last thing an action does, since what it schedules afterwards would come too late. It saves an
         event.
         """
-        environment = self._environment
-        queue = environment._queue
-        if queue and queue[0][:2] < (environment._now, phase):
+        queue = self._queue
+        if queue and queue[0][0] == self.now_ns and queue[0][1] < phase:
             self.at(self.now_ns, phase, action)
         else:
             action()
 
     def run(self) -> None:
         """Runs until nothing is scheduled any more."""
-        step = self._environment.step
-        try:
-            while True:
-                step()
-        except EmptySchedule:
-            return
+        environment, queue = self._environment, self._queue
+        while queue:
+            event = queue[0][3]
+            if type(event) is _Action:  # without the calls that SimPy makes for events that may fail or be awaited
+                self.now_ns = environment._now = heappop(queue)[0]  # type: ignore[assignment]
+                event.action()
+            else:
+                self.now_ns = queue[0][0]  # type: ignore[assignment]
+                environment.step()
 
 
 class _Action(Event):
-    """A SimPy event that has been triggered and does one thing when its instant comes."""
+    """A SimPy event that has been triggered and does one thing when its instant comes.
 
-    __slots__ = ("_action",)
+    `Clock.run` runs the action itself. SimPy's own `step`, which a process that shares the environment may reach, finds
+    in `callbacks` what it expects.
+    """
+
+    __slots__ = ("action",)
+    _ok = True
+    _value = None
 
     def __init__(self, environment: simpy.Environment, action: Callable[[], Any]) -> None:
         self.env = environment
-        self.callbacks = [self._run]
-        self._ok = True
-        self._value = None
-        self._action = action
+        self.action = action
 
-    def _run(self, _: Event) -> None:
-        self._action()
+    @property
+    def callbacks(self) -> list[Callable[[Event], None]]:  # type: ignore[override]
+        """The action, as SimPy calls it."""
+        return [lambda _: self.action()]
+
+    @callbacks.setter
+    def callbacks(self, _: object) -> None:
+        """SimPy marks an event as processed by taking its callbacks away; nobody asks an action for that."""

@@ -79,7 +79,7 @@ class RequestRecord(NamedTuple):
     Attributes:
         sequence: its number in its world, by admission.
         tag: the caller's own number.
-        cached_tokens: context that was not computed, as asked for; a load that failed was computed after all.
+        cached_tokens: context that was not computed; what a failed load should have brought counts as new.
         load_bytes: what the link was to carry.
         admitted_ns: the engine has it in its queue.
         submitted_ns: its load reached the link, the last time; without a load, when the engine could have taken it.
@@ -100,7 +100,8 @@ class RequestRecord(NamedTuple):
         ending: how it left.
         store_bytes: what it stored, the other way over the link.
         stored_ns: the last of that had left the device.
-        prefill_steps: steps that computed its prompt since it last started.
+        prefill_steps: steps that computed its prompt.
+        slice_layers: layers of each slice of its load.
     """
 
     sequence: int
@@ -132,6 +133,7 @@ class RequestRecord(NamedTuple):
     store_bytes: int
     stored_ns: int
     prefill_steps: int
+    slice_layers: tuple[int, ...]
 
     @property
     def ttft_ns(self) -> int:

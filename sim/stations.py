@@ -17,6 +17,9 @@ from lamella.reference.slices import Slice
 from lamella.reference.timeline import Load
 from lamella.sim.clock import Clock, Phase
 
+SliceNote = Callable[[int, int, int, int, int], None]
+"""Writes down an occupation: (sequence, slice, begin, end, bytes)."""
+
 Prefill = tuple[int, int]
 """One member's prefill in a step: (tokens already in the cache, tokens to compute)."""
 
@@ -77,9 +80,14 @@ def plan_load(slices: Sequence[Slice], layer_bytes: int, bytes_per_s: float, fix
 
 
 class Transfer:
-    """One load on the link: its keys, how far it is, and whom to tell when a slice has landed."""
+    """One load on one link: its keys, how far it is, and whom to tell when a slice has landed.
 
-    __slots__ = ("_begun", "keys", "landing_ns", "load", "on_landed", "submission")
+    Attributes:
+        available: slices that may move; fewer than all while a tier below still brings them.
+        cancelled: no further slice of it is taken; one under way runs to its end.
+    """
+
+    __slots__ = ("_begun", "available", "cancelled", "keys", "landing_ns", "load", "on_landed", "submission")
 
     def __init__(self, submission: Submission, load: Load, on_landed: Callable[[int], None]) -> None:
         self.submission = submission
@@ -87,6 +95,8 @@ class Transfer:
         self.on_landed = on_landed
         self.keys: tuple[int, ...] = ()
         self.landing_ns: list[int] = []
+        self.available = len(load.slice_ns)
+        self.cancelled = False
         self._begun = 0
 
     def head(self) -> tuple[int, int, int, Transfer]:
@@ -99,20 +109,53 @@ class Transfer:
         return self._begun - 1
 
     @property
+    def begun(self) -> int:
+        """Slices that have begun."""
+        return self._begun
+
+    @property
     def left(self) -> int:
         """Slices that have not begun."""
         return len(self.keys) - self._begun
+
+
+class Carrier(Protocol):
+    """What carries loads to where the engine sees them: a link, a staged link, a shared one, one for each rank."""
+
+    carried_bytes: int
+    busy_ns: int
+
+    def submit(self, transfer: Transfer) -> None:
+        """The transfer's slices compete from now on."""
+
+    def offer(self, transfer: Transfer) -> None:
+        """More of the transfer's slices are available than before."""
+
+    def cancel(self, transfer: Transfer) -> None:
+        """No slice of the transfer that has not begun is carried any more."""
+
+    def forecast_ns(self) -> dict[int, list[int]]:
+        """Per sequence number, when the slices that have not landed will, if nothing else is submitted."""
+
+    def ahead_ns(self) -> int:
+        """Wire time of all that is submitted and has not crossed."""
 
 
 class Link:
     """A serial link, never idle while a slice waits, that finishes a slice it began (ORD-2).
 
     When it is free it takes the smallest (key, sequence, slice index) among the next slices of the submitted transfers.
+
+    Args:
+        clock: gives the instants.
+        order: gives the keys.
+        note: called with (sequence, slice, begin, end, bytes) of each slice; None if nobody keeps them.
     """
 
-    def __init__(self, clock: Clock, order: OrderPolicy) -> None:
+    def __init__(self, clock: Clock, order: OrderPolicy, note: SliceNote | None = None) -> None:
         self._clock = clock
         self._order = order
+        self._note = note
         self._heads: list[tuple[int, int, int, Transfer]] = []
         self._carrying: tuple[Transfer, int, int] | None = None  # transfer, slice index, landing instant
         self._choosing = False
@@ -124,11 +167,30 @@ class Link:
         """The transfer's slices compete from now on; its keys are fixed here, once."""
         transfer.submission = replace(transfer.submission, round=self._round)
         transfer.keys = self._order.keys(transfer.submission)
-        if transfer.keys:
-            heapq.heappush(self._heads, transfer.head())
-            if self._carrying is None and not self._choosing:
-                self._choosing = True
-                self._clock.at(self._clock.now_ns, Phase.CHOOSE, self._choose)
+        if transfer.keys and transfer.available:
+            self._compete(transfer)
+
+    def offer(self, transfer: Transfer) -> None:
+        """A slice more is available than before; the transfer competes again if it lacked one."""
+        if transfer.keys and transfer.begun == transfer.available - 1 and not transfer.cancelled:
+            self._compete(transfer)
+
+    def cancel(self, transfer: Transfer) -> None:
+        """No slice of it that has not begun is carried any more."""
+        transfer.cancelled = True
+        self._heads = [head for head in self._heads if head[3] is not transfer]
+        heapq.heapify(self._heads)
+
+    def ahead_ns(self) -> int:
+        """Wire time of all that is submitted and has not crossed."""
+        carrying = self._carrying[2] - self._clock.now_ns if self._carrying else 0
+        return carrying + sum(sum(transfer.load.slice_ns[part:]) for _, _, part, transfer in self._heads)
+
+    def _compete(self, transfer: Transfer) -> None:
+        heapq.heappush(self._heads, transfer.head())
+        if self._carrying is None and not self._choosing:
+            self._choosing = True
+            self._clock.at(self._clock.now_ns, Phase.CHOOSE, self._choose)
 
     def forecast_ns(self) -> dict[int, list[int]]:
         """Per sequence number, when the slices that have not landed will, if nothing else is submitted."""
@@ -142,7 +204,7 @@ class Link:
             _, sequence, part, transfer = heads[0]
             free_ns += transfer.load.slice_ns[part]
             landings.setdefault(sequence, []).append(free_ns)
-            if part + 1 < len(transfer.keys):
+            if part + 1 < transfer.available:
                 heapq.heapreplace(heads, (transfer.keys[part + 1], sequence, part + 1, transfer))
             else:
                 heapq.heappop(heads)
@@ -150,16 +212,23 @@ class Link:
 
     def _choose(self) -> None:
         self._choosing = False
+        if not self._heads:
+            return  # what was to be taken has been cancelled in this instant
         transfer = heapq.heappop(self._heads)[3]
         part = transfer.begin()
         self._round = transfer.submission.round + part
-        slice_ns = transfer.load.slice_ns[part]
-        landing_ns = self._clock.now_ns + slice_ns
-        self._carrying = (transfer, part, landing_ns)
-        self.busy_ns += slice_ns
-        if transfer.left:
+        if transfer.begun < transfer.available:
             heapq.heappush(self._heads, transfer.head())
-        self._clock.at(landing_ns, Phase.HAPPEN, self._land)
+        self._carry(transfer, part)
+
+    def _carry(self, transfer: Transfer, part: int) -> None:
+        slice_ns = transfer.load.slice_ns[part]
+        now = self._clock.now_ns
+        self._carrying = (transfer, part, now + slice_ns)
+        self.busy_ns += slice_ns
+        if self._note is not None:
+            self._note(transfer.submission.sequence, part, now, now + slice_ns, transfer.load.slice_bytes[part])
+        self._clock.at(now + slice_ns, Phase.HAPPEN, self._land)
 
     def _land(self) -> None:
         assert self._carrying is not None, "only a slice that was begun can land"

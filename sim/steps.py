@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from lamella.reference.timeline import Chunk
-from lamella.sim.scheduler import Job
+from lamella.sim.requests import Job
 from lamella.sim.stations import ComputeModel
 
 
@@ -48,13 +48,18 @@ class RunningStep:
 
 
 class DecodeStretch:
-    """Successive decode steps as one event; `num_steps` shrinks when it is cut."""
+    """Successive decode steps as one event; `num_steps` shrinks when it is cut.
 
-    __slots__ = ("_compute", "_context_tokens", "_start_delay_ns", "batch", "num_steps", "start_ns")
+    It was formed at `polled_ns`; `start_ns` is later where the engine's thread or its inputs were held up. Each step
+    begins with the start delay.
+    """
+
+    __slots__ = ("_compute", "_context_tokens", "_start_delay_ns", "batch", "num_steps", "polled_ns", "start_ns")
 
     def __init__(
         self,
         compute: ComputeModel,
+        polled_ns: int,
         start_ns: int,
         start_delay_ns: int,
         batch: int,
@@ -64,6 +69,7 @@ class DecodeStretch:
         self._compute = compute
         self._start_delay_ns = start_delay_ns
         self._context_tokens = context_tokens
+        self.polled_ns = polled_ns
         self.start_ns = start_ns
         self.batch = batch
         self.num_steps = num_steps
@@ -75,7 +81,16 @@ class DecodeStretch:
 
     def next_boundary(self, instant_ns: int) -> int:
         """Steps, at least 1, that have run at the first boundary not before that instant."""
-        return 1 + bisect_left(range(1, self.num_steps), instant_ns, key=self.boundary_ns)
+        last = self.num_steps
+        if last == 1:
+            return 1
+        # Steps differ little, so the first guess is right or next to it; a search over all is the fall-back.
+        end = self.boundary_ns(last)
+        guess = min(max(1, (instant_ns - self.start_ns) * last // max(1, end - self.start_ns)), last - 1)
+        for steps in (guess, guess + 1):
+            if self.boundary_ns(steps) >= instant_ns and (steps == 1 or self.boundary_ns(steps - 1) < instant_ns):
+                return steps
+        return 1 + bisect_left(range(1, last), instant_ns, key=self.boundary_ns)
 
 
 def split_evenly(whole_ns: int, num_layers: int) -> list[int]:

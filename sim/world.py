@@ -14,7 +14,8 @@ How to drive it::
 - Several engines on one clock: `World(..., clock=clock)` each, `world.arrive(request)` from an action of that clock (a
   router), then `clock.run()` once; each world's `records` has its own. `world.backlog_tokens` says how busy one is.
 - `records` are in order of completion, one `RequestRecord` a request. `on_finish(record)` is called at that instant,
-  and may let new requests arrive.
+  and may let new requests arrive; a store that is still on its way enters `stored_ns` in `records` later.
+- `hardware` names what is on the way besides one link, `settings` how the engine behaves; both say what each part is.
 
 What happens follows the rules stated in `lamella.reference.timeline`, plus decoding: a step also decodes one token of
 each request that has its first. With prefill only, the recursion must agree to the nanosecond
@@ -31,9 +32,13 @@ from lamella.reference.ordering import OrderPolicy
 from lamella.reference.release import ReleasePolicy
 from lamella.sim.clock import Clock, Phase
 from lamella.sim.engine import Engine
-from lamella.sim.records import RequestRecord, StepRecord
-from lamella.sim.scheduler import EngineSettings, Job, Request
-from lamella.sim.stations import ComputeModel, Link
+from lamella.sim.hardware import Hardware
+from lamella.sim.loads import Loads
+from lamella.sim.paths import TierReader, build_carrier, note_of
+from lamella.sim.records import RequestRecord, SliceRecord, Station, StepRecord
+from lamella.sim.requests import Job, Request
+from lamella.sim.settings import EngineSettings
+from lamella.sim.stations import ComputeModel
 
 __all__ = ["RequestRecord", "StepRecord", "World"]
 
@@ -46,9 +51,11 @@ class World:
         order: whose slice the link carries next.
         release: when a request may run.
         settings: how the engine forms steps.
+        hardware: what a load passes on its way; None for one link and nothing else.
         clock: to share with other worlds; None for an own one.
         on_finish: called with each record at the instant of completion.
         keep_steps: whether `steps` is filled.
+        keep_slices: whether `slices` is filled: a record for each occupation of a station.
         fast_forward: False runs every decode step as an event of its own; slower, the same result.
         make_engine: the engine's class, or what makes one with the same arguments.
     """
@@ -60,30 +67,42 @@ class World:
         release: ReleasePolicy,
         settings: EngineSettings | None = None,
         *,
+        hardware: Hardware | None = None,
         clock: Clock | None = None,
         on_finish: Callable[[RequestRecord], object] | None = None,
         keep_steps: bool = False,
+        keep_slices: bool = False,
         fast_forward: bool = True,
         make_engine: Callable[..., Engine] = Engine,
     ) -> None:
         self.clock = clock or Clock()
-        self.link = Link(self.clock, order)
         self.records: list[RequestRecord] = []
         self.steps: list[StepRecord] = []
+        self.slices: list[SliceRecord] = []
         self._compute = compute
+        self._settings = settings or EngineSettings()
+        self._hardware = hardware or Hardware()
         self._on_finish = on_finish
         self._admitted = 0
         self._arrived_tokens = 0
+        self._unstored: dict[int, int] = {}  # place in `records` by sequence number
+        keep = self.slices.append if keep_slices else None
+        self.link, self.back = build_carrier(self.clock, order, self._hardware, lambda: self._engine.computing, keep)
+        tiers = {
+            tier.name: TierReader(self.clock, tier, note_of(keep, Station.TIER, 0)) for tier in self._hardware.tiers
+        }
+        loads = Loads(self.clock, self.link, self.back, tiers, self._hardware, release, compute.num_layers)
         self._engine = make_engine(
             self.clock,
-            self.link,
+            loads,
             compute,
             release,
-            settings or EngineSettings(),
+            self._settings,
             self._finish,
             self.steps.append if keep_steps else None,
             fast_forward=fast_forward,
         )
+        self._engine.on_stored = self._note_stored
 
     @property
     def busy_ns(self) -> int:
@@ -164,48 +183,50 @@ class World:
         self._engine.admit(job)
 
     def _check(self, request: Request) -> None:
-        if min(request.new_tokens, request.output_tokens) < 1 or min(request.cached_tokens, request.admission_ns) < 0:
+        counts = (request.cached_tokens, request.admission_ns, request.host_ns, request.resident_tokens)
+        if min(request.new_tokens, request.output_tokens) < 1 or min(counts) < 0:
             raise ValueError(
                 f"a request computes and generates at least 1 token over a context of at least 0, got {request}"
             )
-        layers = request.load.slice_layers
-        if layers and sum(layers) != self._compute.num_layers:
-            raise ValueError(f"a load must hold all {self._compute.num_layers} layers, got slices of {layers}")
+        for load in (request.load, request.store):
+            if load.slice_layers and sum(load.slice_layers) != self._compute.num_layers:
+                raise ValueError(
+                    f"a load must hold all {self._compute.num_layers} layers, got slices of {load.slice_layers}"
+                )
+        if request.resident_tokens > request.cached_tokens:
+            raise ValueError(
+                f"resident_tokens are some of the {request.cached_tokens} cached ones, got {request.resident_tokens}"
+            )
+        if request.tier:
+            self._hardware.find_tier(request.tier)
+        settings, fault = self._settings, request.fault
+        if fault is not None:
+            if not 0 <= fault.part < len(request.load.slice_layers) or (fault.late_ns or 0) < 0:
+                raise ValueError(
+                    f"a fault hits one of the load's {len(request.load.slice_layers)} slices, not earlier than it "
+                    f"lands; got {fault}"
+                )
+            if fault.late_ns is None and settings.load_timeout_ns is None:
+                raise ValueError("a lost slice without a load_timeout_ns would never end; set one in EngineSettings")
+        if settings.kv_blocks is not None:
+            tokens = request.cached_tokens + request.new_tokens + request.output_tokens
+            if -(-tokens // settings.block_tokens) > settings.kv_blocks:
+                raise ValueError(
+                    f"a request of {tokens} tokens never fits into {settings.kv_blocks} blocks of "
+                    f"{settings.block_tokens}; leave it out, or give the engine more"
+                )
 
     def _finish(self, job: Job) -> None:
-        request = job.request
+        job.ended = True
         caused_since = job.caused_ns - job.caused_before_start_ns
-        record = RequestRecord(
-            job.sequence,
-            request.tag,
-            request.cached_tokens,
-            request.new_tokens,
-            request.output_tokens,
-            sum(request.load.slice_bytes),
-            job.arrival_ns,
-            job.submitted_ns,
-            job.first_layer_ns,
-            job.all_landed_ns,
-            job.released_ns,
-            job.started_ns,
-            job.first_token_ns,
-            self.clock.now_ns,
-            job.caused_ns,
-            self._engine.stall_ns - job.stall_before_start_ns - caused_since,
-            job.prefill_stall_ns,
-            tuple(job.layer_stall_ns or ()),
-            job.arrival_ns + request.admission_ns,
-            job.ready_ns,
-            job.first_started_ns,
-            tuple(job.suffered or ()),
-            job.rank,
-            job.preemptions,
-            job.failure,
-            job.ending,
-            0,
-            job.stored_ns,
-            job.prefill_steps,
-        )
+        victim_ns = self._engine.stall_ns - job.victim_from_ns - caused_since if job.first_started_ns >= 0 else 0
+        record = job.record(self.clock.now_ns, victim_ns)
+        if job.storing:
+            self._unstored[job.sequence] = len(self.records)
         self.records.append(record)
         if self._on_finish is not None:
             self._on_finish(record)
+
+    def _note_stored(self, job: Job) -> None:
+        place = self._unstored.pop(job.sequence)
+        self.records[place] = self.records[place]._replace(stored_ns=job.stored_ns)
