@@ -21,7 +21,7 @@ import zmq
 from lamella.server.endpoint import ServerLock, ipc_endpoint, make_folder, reclaim_marks
 from lamella.server.frames import RefusedError, decode_request, encode, encode_refusal, number_of
 from lamella.server.handlers import Peer
-from lamella.server.mover import OpenMover
+from lamella.server.mover import Movement
 from lamella.server.protocol import Message
 from lamella.server.service import CacheService
 from lamella.server.settings import ServerSettings
@@ -40,7 +40,7 @@ class CacheServer:
     Args:
         settings: the server's.
         tcp: a door for peers of other hosts.
-        open_mover: as `CacheService`.
+        movement: as `CacheService`.
 
     Raises:
         RuntimeError: another server has the folder.
@@ -48,7 +48,7 @@ class CacheServer:
     """
 
     def __init__(
-        self, settings: ServerSettings, *, tcp: TcpDoor | None = None, open_mover: OpenMover | None = None
+        self, settings: ServerSettings, *, tcp: TcpDoor | None = None, movement: Movement | None = None
     ) -> None:
         self.settings = settings
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -61,7 +61,7 @@ class CacheServer:
             reclaim_marks(settings.folder)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             opened.callback(self._close_wake)
-            self.service = CacheService(settings, self._later, open_mover=open_mover)
+            self.service = CacheService(settings, self._later, movement=movement)
             opened.callback(self.service.close, settings.drain_s)
             context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
             opened.callback(context.term)

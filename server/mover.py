@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival_board import BoardPlace
+from lamella.cuda_ext.device import Device
+from lamella.cuda_ext.registration import Registrar
 from lamella.reference.layout import ObjectLayout
-from lamella.server.cache_mover import Moved
+from lamella.server.cache_mover import CacheMover, Moved
 from lamella.server.protocol import Register
+from lamella.server.shapes import read_caches
 
 
 class Move(Protocol):
@@ -56,3 +59,35 @@ class Mover(Protocol):
 
 OpenMover = Callable[[Register, ObjectLayout], Mover]
 """Opens a rank's caches; called on a thread of its own. Raises ValueError, OSError, ImportError or RuntimeError."""
+
+
+class Movement(NamedTuple):
+    """A server that moves bytes: how it prepares its memory, and how it opens a rank's caches."""
+
+    registrar: Registrar
+    open: OpenMover
+
+
+def movement(device: str, *, allow_kernels: bool = False) -> Movement:
+    """What a server on this device moves with.
+
+    Args:
+        device: `"cpu"` or `"cuda:N"`, for which the memory is registered.
+        allow_kernels: also takes objects that need a kernel to move; beside a busy engine they wait for time slices.
+
+    Raises:
+        ValueError, ImportError: no such device, or no native library for it.
+    """
+
+    def open_caches(register: Register, layout: ObjectLayout) -> Mover:
+        caches = read_caches(register.device, register.allocations, register.caches)
+        mover = CacheMover(caches, layout, allow_kernels=allow_kernels)
+        try:
+            if register.board is not None:
+                mover.attach_board(BoardPlace.parse(register.board))
+        except BaseException:
+            mover.close()
+            raise
+        return mover
+
+    return Movement(Device(device).registrar(), open_caches)

@@ -23,7 +23,7 @@ from lamella.connector.storage.metrics import MeteredTier
 from lamella.connector.storage.storage_manager import StorageManager
 from lamella.connector.storage.tier_url import open_tier
 from lamella.cuda_ext.pool import Backing, HostPool
-from lamella.cuda_ext.registration import LockRegistrar, NoRegistrar
+from lamella.cuda_ext.registration import Registrar
 from lamella.reference.keys import KeySpace
 from lamella.reference.layout import ObjectLayout
 from lamella.server.fetching import Fetching
@@ -37,7 +37,14 @@ _BREAKER_RETRY_NS: Final = 30_000_000_000
 class Place:
     """One rank's objects of one model: the pool, the tiers behind it, and what is being brought from them."""
 
-    def __init__(self, settings: ServerSettings, space: KeySpace, layout: ObjectLayout, num_slots: int) -> None:
+    def __init__(
+        self,
+        settings: ServerSettings,
+        registrar: Registrar,
+        space: KeySpace,
+        layout: ObjectLayout,
+        num_slots: int,
+    ) -> None:
         self.space = space
         """Without a salt: tenants share the memory, not the keys."""
         self.layout = layout
@@ -63,8 +70,9 @@ class Place:
                 GuardedTier(tier, CircuitBreaker(tier.name, _BREAKER_FAILURES, _BREAKER_RETRY_NS, time.monotonic_ns))
                 for tier in self.metered
             )
-            registrar = LockRegistrar() if settings.lock_memory else NoRegistrar()
-            self.pool = HostPool(layout, num_slots, backing=Backing.SHARED, registrar=registrar)
+            self.pool = HostPool(
+                layout, num_slots, backing=Backing.SHARED, registrar=registrar, numa_node=settings.numa_node
+            )
             opened.callback(self.pool.close)
             buffers = LayerBuffers(mmap.PAGESIZE, 1) if tiers else None  # objects are read into slots, never here
             if buffers is not None:
@@ -119,11 +127,13 @@ class Places:
 
     Args:
         settings: the server's.
+        registrar: what the memory needs in this process.
         is_used: whether a session has this place, or something of it is held.
     """
 
-    def __init__(self, settings: ServerSettings, is_used: Callable[[Place], bool]) -> None:
+    def __init__(self, settings: ServerSettings, registrar: Registrar, is_used: Callable[[Place], bool]) -> None:
         self._settings = settings
+        self._registrar = registrar
         self._is_used = is_used
         self._models: dict[bytes, _Model] = {}
         self._lock = threading.Lock()
@@ -168,7 +178,7 @@ class Places:
             if found is not None and not (found.done() and found.exception() is not None):
                 _check_same(found, layout)
                 return found
-            opening = self._opening.submit(Place, self._settings, plain, layout, num_slots)
+            opening = self._opening.submit(Place, self._settings, self._registrar, plain, layout, num_slots)
             model.places[plain.digest()] = opening
             return opening
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import lamella
+from lamella.cuda_ext.registration import LockRegistrar, NoRegistrar
 from lamella.reference.layout import ObjectLayout
 from lamella.server.endpoint import is_alive
 from lamella.server.frames import RefusedError
@@ -21,7 +22,7 @@ from lamella.server.handlers import Handlers, Peer
 from lamella.server.leases import LeaseBook, PartState
 from lamella.server.lending import Lending, Loan
 from lamella.server.metrics import Held, ServerMetrics
-from lamella.server.mover import Mover, OpenMover
+from lamella.server.mover import Movement, Mover
 from lamella.server.places import Place, Places
 from lamella.server.protocol import (
     Abort,
@@ -59,7 +60,7 @@ class CacheService:
     Args:
         settings: the server's.
         later: runs a function on the loop's thread, soon; called from any thread.
-        open_mover: opens a rank's caches where this server moves bytes; None: it moves none.
+        movement: what this server moves bytes with; None: it moves none.
         clock_ns: a monotonic clock.
         draw: numbers of sessions and leases; no two servers draw the same (SRV-6).
         alive: whether the process of a mark lives.
@@ -70,7 +71,7 @@ class CacheService:
         settings: ServerSettings,
         later: Callable[[Callable[[], None]], None],
         *,
-        open_mover: OpenMover | None = None,
+        movement: Movement | None = None,
         clock_ns: Callable[[], int] = time.monotonic_ns,
         draw: Callable[[], int] = lambda: secrets.randbits(62) + 1,
         alive: Callable[[str], bool] | None = None,
@@ -79,7 +80,7 @@ class CacheService:
         self.metrics = ServerMetrics()
         self.draining = False
         self._later = later
-        self._open_mover = open_mover
+        self._movement = movement
         self._clock_ns = clock_ns
         self._draw = draw
         self._began_ns = clock_ns()
@@ -88,7 +89,8 @@ class CacheService:
             clock_ns, draw, int(settings.lease_s * _NS), int(settings.grace_s * _NS)
         )
         self.sessions = SessionBook(clock_ns, self._is_alive, int(settings.silent_s * _NS))
-        self.places = Places(settings, self._is_used)
+        plain = LockRegistrar() if settings.lock_memory else NoRegistrar()
+        self.places = Places(settings, plain if movement is None else movement.registrar, self._is_used)
         self.lending = Lending(self.leases, self.sessions, self.metrics, later)
         self._mapping = ThreadPoolExecutor(2, thread_name_prefix="lamella-map")
         self._held = Held(0, {}, ())
@@ -135,7 +137,7 @@ class CacheService:
             place = self.places.open(space, layout, message.chunk_bytes)
         except ValueError as refused:
             raise RefusedError(Code.REFUSED, str(refused)) from None
-        if message.transfer_side is TransferSide.SERVER and self._open_mover is None:
+        if message.transfer_side is TransferSide.SERVER and self._movement is None:
             raise RefusedError(
                 Code.REFUSED, "this server moves no bytes: start it with --device, or let the worker move them"
             )
@@ -164,8 +166,8 @@ class CacheService:
             try:
                 made = place.result()
                 if message.transfer_side is TransferSide.SERVER:
-                    assert self._open_mover is not None, "looked at before"
-                    mover = self._open_mover(message, layout)
+                    assert self._movement is not None, "looked at before"
+                    mover = self._movement.open(message, layout)
             except Exception as error:
                 wrong = error
             self._later(lambda: finish(made, mover, wrong))

@@ -32,7 +32,8 @@ class ServerSettings:
         grace_s: how long the slots that a dead process was writing are left alone.
         drain_s: how long a stop waits for transfers and tiers.
         max_sessions: peers at the same time.
-        lock_memory: keeps the pool from being swapped out (`mlock`).
+        lock_memory: keeps the pool from being swapped out (`mlock`); a device's registration does so by itself.
+        numa_node: memory node to prefer; None leaves it to the kernel.
 
     Raises:
         ValueError: a value out of range, or a URL that is none.
@@ -54,6 +55,7 @@ class ServerSettings:
     drain_s: float = 30.0
     max_sessions: int = 1024
     lock_memory: bool = False
+    numa_node: int | None = None
 
     def __post_init__(self) -> None:
         for name in _COUNTS:

@@ -1,0 +1,137 @@
+"""`lamella serve`: the cache server of a host."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from lamella.cli._durations import parse_duration_s
+from lamella.cli._refusal import refuse_bad_input
+from lamella.cli._sizes import parse_bytes
+
+_log = logging.getLogger("lamella.serve")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+
+    @app.command()
+    def serve(
+        memory: Annotated[str, typer.Option(help="Memory for objects, such as 64GiB; all of it in /dev/shm.")] = "4GiB",
+        folder: Annotated[
+            Path | None, typer.Option(help="Where the socket lies; by default $XDG_RUNTIME_DIR/lamella.")
+        ] = None,
+        models: Annotated[int, typer.Option(min=1, help="Models that share the memory, in equal parts.")] = 1,
+        tier: Annotated[
+            list[str] | None, typer.Option(help="A slower store behind the memory: folder or URL; may be repeated.")
+        ] = None,
+        tier_size: Annotated[str | None, typer.Option(help="Limit of each folder among the tiers.")] = None,
+        tier_ttl: Annotated[str | None, typer.Option(help="How long tiers keep an object, such as 7d.")] = None,
+        http: Annotated[
+            str, typer.Option(help="HOST:PORT of /metrics and /healthz; port 0 takes a free one; off: none.")
+        ] = "127.0.0.1:9471",
+        device: Annotated[
+            str | None, typer.Option(help='"cpu" or "cuda:N": also moves bytes for workers that ask for it.')
+        ] = None,
+        allow_kernels: Annotated[
+            bool, typer.Option("--allow-kernels", help="With --device: also objects that need a kernel.")
+        ] = False,
+        lock_memory: Annotated[bool, typer.Option("--lock-memory", help="Keep the memory from being swapped.")] = False,
+        numa_node: Annotated[int | None, typer.Option(min=0, help="Memory node to prefer.")] = None,
+        lease: Annotated[str, typer.Option(help="How long what was looked up waits for its retrieve.")] = "30s",
+        drain: Annotated[str, typer.Option(help="How long a stop waits for transfers and tiers.")] = "30s",
+        tcp: Annotated[str | None, typer.Option(help="Also listen here, such as tcp://0.0.0.0:5570.")] = None,
+        tcp_key: Annotated[Path | None, typer.Option(help="With --tcp: the server's .key_secret file.")] = None,
+        tcp_clients: Annotated[
+            Path | None, typer.Option(help="With --tcp: folder of the clients' public .key files.")
+        ] = None,
+        log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
+    ) -> None:
+        """Keep objects for the engines of this host, until SIGTERM; lines of JSON on stderr say what happens."""
+        try:
+            from lamella.server.endpoint import CurveKeys, default_folder
+            from lamella.server.http import StatusPages
+            from lamella.server.logs import log_json
+            from lamella.server.loop import CacheServer
+            from lamella.server.mover import movement
+            from lamella.server.settings import ServerSettings
+            from lamella.server.tcp import TcpDoor
+        except ImportError as missing:
+            typer.echo(f"Error: {missing}: pip install 'lamella[server]'", err=True)
+            raise typer.Exit(1) from missing
+
+        with refuse_bad_input(), contextlib.ExitStack() as opened:
+            log_json(log_level)
+            settings = ServerSettings(
+                folder=folder or default_folder(),
+                pool_bytes=parse_bytes(memory),
+                models=models,
+                tiers=tuple(tier or ()),
+                tier_max_bytes=None if tier_size is None else parse_bytes(tier_size),
+                tier_ttl_s=None if tier_ttl is None else parse_duration_s(tier_ttl),
+                lease_s=parse_duration_s(lease),
+                drain_s=parse_duration_s(drain),
+                lock_memory=lock_memory,
+                numa_node=numa_node,
+            )
+            _check_memory(settings.pool_bytes)
+            door = None
+            if tcp is not None:
+                if tcp_key is None or tcp_clients is None:
+                    raise ValueError("--tcp needs --tcp-key and --tcp-clients: without keys nobody is let in")
+                door = TcpDoor(tcp, CurveKeys.load(tcp_key), tcp_clients)
+            moves = None
+            if device is not None:
+                try:
+                    moves = movement(device, allow_kernels=allow_kernels)
+                except (ImportError, RuntimeError) as missing:
+                    raise ValueError(f"{device} cannot be used: {missing}") from missing
+            try:
+                server = CacheServer(settings, tcp=door, movement=moves)
+            except RuntimeError as taken:
+                raise ValueError(str(taken)) from taken
+            opened.callback(server.close)
+            if http != "off":
+                host, port = _address(http)
+                pages = StatusPages(host, port, server.metrics, server.health)
+                opened.callback(pages.close)
+                http = f"{host}:{pages.port}"
+            opened.pop_all()
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            server.stop()
+
+        sys.setswitchinterval(0.0005)  # a tier's thread lets the loop go on at once
+        signal.signal(signal.SIGTERM, stop)
+        signal.signal(signal.SIGINT, stop)
+        _log.info("serving", extra={"folder": str(settings.folder), "memory_bytes": settings.pool_bytes, "http": http})
+        try:
+            server.run()
+        finally:
+            if http != "off":
+                pages.close()
+        _log.info("stopped")
+
+
+def _check_memory(pool_bytes: int) -> None:
+    space = os.statvfs("/dev/shm")
+    if pool_bytes > space.f_bavail * space.f_frsize:
+        raise ValueError(
+            f"/dev/shm has {space.f_bavail * space.f_frsize} bytes left, --memory asks for {pool_bytes}: ask for less, "
+            "or mount a larger one (docker: --shm-size; Kubernetes: an emptyDir of medium Memory)"
+        )
+
+
+def _address(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"--http is HOST:PORT or off, got {text!r}")
+    return host.strip("[]"), int(port)
