@@ -20,3 +20,18 @@ def parse_duration_s(text: str) -> int:
     if not found:
         raise ValueError(f"a span of time is a whole number with s, m, h, d or w, got {text!r}")
     return int(found[1]) * _UNITS_S[found[2]]
+
+
+def parse_time_ns(text: str) -> int:
+    """Nanoseconds in a short time such as `"200ms"` or `"1.5s"`.
+
+    Raises:
+        ValueError: not a positive number of ms, us or s.
+
+    >>> parse_time_ns("200ms"), parse_time_ns("1.5s")
+    (200000000, 1500000000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(us|ms|s)", text.strip(), flags=re.ASCII)
+    if not found or not float(found[1]):
+        raise ValueError(f"a time is a positive number with us, ms or s, such as 200ms, got {text!r}")
+    return round(float(found[1]) * {"us": 1e3, "ms": 1e6, "s": 1e9}[found[2]])

@@ -1,9 +1,9 @@
-"""What `simulate` and `sweep` share: the profile option, files beside the table, and times as people read them."""
+"""What the verbs of the model share: the profile option, files beside the table, and times as people read them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +22,7 @@ ProfileOption = Annotated[
 ExtrapolateOption = Annotated[
     bool, typer.Option("--extrapolate", help="Go on in straight lines where the profile was not measured.")
 ]
-OutOption = Annotated[Path, typer.Option(help="Folder for the JSON and the PNG; made if it is missing.")]
+OutOption = Annotated[Path, typer.Option(help="Folder for what is written; made if it is missing.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
 
 __all__ = ["DEFAULT_PROFILE", "ExtrapolateOption", "ModelOption", "OutOption", "ProfileOption", "SeedOption"]
@@ -43,39 +43,43 @@ def open_device(profile: str, model: str | None, extrapolate: bool) -> Device:
     return Device(found, extrapolate=extrapolate)
 
 
-def check_out(folder: Path, name: str) -> None:
-    """The folder is there, and `write_result` can write to it.
+def check_out(folder: Path, names: tuple[str, ...]) -> None:
+    """The folder is there, and files of these names can be written into it.
 
     Raises:
         OSError: it cannot be made, or its files cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for suffix in (".json", ".png"):
-        check_writable(folder / f"{name}{suffix}")
+    for name in names:
+        check_writable(folder / name)
 
 
-def write_result(folder: Path, name: str, document: dict[str, Any], draw: Callable[[Path], None]) -> None:
-    """`name`.json and, where matplotlib is there, `name`.png lie in the folder; what was written is said on stdout.
+def write_results(folder: Path, documents: Mapping[str, Any], pictures: Mapping[str, Callable[[Path], object]]) -> None:
+    """Documents lie in the folder as JSON and texts as they are, pictures where matplotlib is; said on stdout.
 
     Call `check_out` before the work.
 
     Raises:
         OSError: a file cannot be written.
     """
-    written = [folder / f"{name}.json"]
-    written[0].write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    picture = folder / f"{name}.png"
-    try:
-        draw(picture)
-        written.append(picture)
-    except ImportError as missing:
-        typer.echo(f"No picture: {missing}", err=True)
+    written: list[Path] = []
+    for name, content in documents.items():
+        text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
+        written.append(folder / name)
+        written[-1].write_text(text, encoding="utf-8")
+    for name, draw in pictures.items():
+        try:
+            draw(folder / name)
+        except ImportError as missing:
+            typer.echo(f"No picture: {missing}", err=True)
+            break
+        written.append(folder / name)
     typer.echo(f"Written: {', '.join(map(str, written))}")
 
 
 def wide_console() -> Console:
     """Where tables go: stdout, not narrower than they are when it is a file or a pipe."""
-    return Console(width=max(130, Console().width))
+    return Console(width=max(160, Console().width))
 
 
 def milliseconds(nanoseconds: float) -> str:

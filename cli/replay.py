@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
+from lamella.cli._progress import progress_bar
 from lamella.cli._refusal import check_writable, refuse_bad_input
 from lamella.sim.outcome import ArmResult, remarks
 from lamella.sim.replay import ARMS, ReplayResult, replay
@@ -23,8 +22,6 @@ from lamella.sim.strategies import CHUNK_MAJOR, Device
 from lamella.sim.workload import TraceRequest, generate_conversations, load_trace, scale_rate
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from rich.table import Table
 
 
@@ -146,27 +143,6 @@ def _ms(time_ns: int) -> str:
     return f"{time_ns / 1e6:,.1f}"
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[object], None]]:
-    """A bar on stderr, moved once for many requests; what it yields is called once for each."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("replaying"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        task = progress.add_task("", total=total)
-        done = 0
-
-        def count(_: object) -> None:
-            nonlocal done
-            done += 1
-            if done % 256 == 0:
-                progress.update(task, completed=done)
-
-        yield count
-        progress.update(task, completed=done)
-
-
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
 
@@ -210,8 +186,8 @@ def register(app: typer.Typer) -> None:
             )
             if json_path is not None:
                 check_writable(json_path)
-        with _progress(len(ARMS) * len(routing.requests)) as count:
-            result = replay(routing, device, width, count)
+        with progress_bar("replaying", len(ARMS) * len(routing.requests), every=256) as advance:
+            result = replay(routing, device, width, lambda record: advance(1))
         said = remarks(routing, result.arms, device.profile.engine.kv_capacity_tokens)
         settings = {
             "workload": name,

@@ -1,12 +1,14 @@
-"""`lamella simulate`: one regime as a closed loop, the strategy asked for beside the others."""
+"""`lamella simulate`: one regime served by the strategy asked for, beside the others."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from lamella.cli._config import ConfigOption
+from lamella.cli._durations import parse_time_ns
 from lamella.cli._model import (
     DEFAULT_PROFILE,
     ExtrapolateOption,
@@ -16,12 +18,38 @@ from lamella.cli._model import (
     SeedOption,
     check_out,
     milliseconds,
-    open_device,
     wide_console,
-    write_result,
+    write_results,
 )
-from lamella.cli._refusal import refuse_bad_input
+from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._regime import (
+    ComputeSpeedOption,
+    ConcurrencyOption,
+    HitOption,
+    HitTokensOption,
+    LinkOption,
+    NewTokensOption,
+    OutputTokensOption,
+    PromptOption,
+    SloTpotOption,
+    SloTtftOption,
+    describe_regime,
+    open_derived_device,
+    parse_regime,
+    parse_slo,
+)
 from lamella.reference.ordering import ORDERS
+
+if TYPE_CHECKING:
+    from lamella.sim.arrivals import Arrivals
+    from lamella.sim.serving import Outcome
+
+
+FILES: Final = ("simulate.json", "simulate.html", "simulate.trace.json", "simulate.png")
+HEADS: Final = (
+    *("strategy", "TTFT", "p50", "p90", "p99", "first layer", "TPOT", "answer", "stall", "victim", "req/s"),
+    *("goodput", "GPU", "link"),
+)
 
 
 def register(app: typer.Typer) -> None:
@@ -30,82 +58,152 @@ def register(app: typer.Typer) -> None:
 
 
 def simulate(
-    hit_tokens: Annotated[int, typer.Option(help="Prompt tokens found in host memory.")] = 15_152,
-    new_tokens: Annotated[int, typer.Option(help="Prompt tokens to compute.")] = 768,
-    concurrency: Annotated[int, typer.Option(help="Users; each asks again when it has its answer.")] = 4,
+    prompt_tokens: PromptOption = None,
+    hit: HitOption = None,
+    hit_tokens: HitTokensOption = None,
+    new_tokens: NewTokensOption = None,
+    concurrency: ConcurrencyOption = 4,
     width: Annotated[str, typer.Option(help="Layers per slice: 1, 8, a schedule such as 1,1,2,4, or all.")] = "1",
     order: Annotated[str, typer.Option(help=f"Whose slice goes next across requests: {', '.join(ORDERS)}.")] = "fifo",
     release: Annotated[str, typer.Option(help="whole, first, first:K, jit, jit:Nms or jit:step.")] = "first",
-    output_tokens: Annotated[int, typer.Option(help="Tokens to generate for each request.")] = 50,
+    output_tokens: OutputTokensOption = 50,
     requests: Annotated[int, typer.Option(help="Requests per user.")] = 10,
+    rate: Annotated[
+        float | None, typer.Option(help="Requests come at random, so many a second, whatever the engine does.")
+    ] = None,
+    turns: Annotated[
+        int | None, typer.Option(help="Users have conversations of so many turns; each sends all that was said before.")
+    ] = None,
+    think: Annotated[
+        str | None,
+        typer.Option(help="From an answer to the same user's next question, such as 5s; with --turns a mean."),
+    ] = None,
+    question_tokens: Annotated[int, typer.Option(help="Tokens of each later turn of a conversation.")] = 64,
+    link: LinkOption = None,
+    compute_speed: ComputeSpeedOption = 1.0,
+    slo_ttft: SloTtftOption = None,
+    slo_tpot: SloTpotOption = None,
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
     extrapolate: ExtrapolateOption = False,
+    table: Annotated[Path | None, typer.Option(help="Every request of every strategy, as .csv or .parquet.")] = None,
     seed: SeedOption = 0,
     out: OutOption = Path("lamella-out"),
+    config: ConfigOption = None,
 ) -> None:
     """Says whether layerwise transfer pays in one regime, before anything is deployed.
 
     The strategy asked for (width, order, release) is run beside chunk-major loading, recomputing, and the usual others.
+    Its run is also written as a trace, which `lamella explain` and Perfetto read.
     """
+    import json
+
+    from lamella.reference.chrome_trace import to_chrome_trace
+    from lamella.sim.html_report import HtmlPicture, HtmlTable, render_html
+    from lamella.sim.pictures import draw_outcomes
+    from lamella.sim.record_run import record_world
+    from lamella.sim.report import chosen_strategies, simulate_document
+    from lamella.sim.request_table import check_table_path, request_rows, write_requests
+    from lamella.sim.serving import run_world, summarise, verdict_of
+    from lamella.sim.strategies import CANDIDATES, parse_strategy
+
+    with refuse_bad_input():
+        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate)
+        asked = parse_strategy(f"{order}/{width}/{release}")
+        regime = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
+        arrivals = _arrivals(rate, turns, think, question_tokens)
+        slo = parse_slo(slo_ttft, slo_tpot)
+        strategies = chosen_strategies([asked], CANDIDATES)
+        device.check(arrivals.largest(regime), strategies)
+        if requests < 1:
+            raise ValueError(f"requests must be at least 1, got {requests}")
+        check_out(out, FILES)
+        if table is not None:
+            try:
+                check_table_path(table)
+            except ImportError as missing:
+                raise ValueError(str(missing)) from missing
+            check_writable(table)
+
+    outcomes: list[Outcome] = []
+    rows: list[tuple[Any, ...]] = []
+    trace: dict[str, Any] = {}
+    for strategy in strategies:
+        world = run_world(device, regime, strategy, requests, seed, arrivals, keep=strategy == asked)
+        outcomes.append(summarise(strategy, world, slo))
+        if table is not None:
+            rows += request_rows(str(strategy), world.records)
+        if strategy == asked:
+            recording = record_world(world, device.profile.name, str(strategy), device.profile.num_layers)
+            trace = to_chrome_trace(recording)
+    asked_for = outcomes[strategies.index(asked)]
+    verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])
+    document = simulate_document(device, regime, outcomes, requests, seed, str(arrivals), slo, verdict)
+
+    typer.echo(describe_regime(device, regime))
+    lines = [_row(one, marked=one is asked_for) for one in outcomes]
+    _print(lines)
+    for assumption in document["assumptions"]:
+        typer.echo(f"Assumed: {assumption}.")
+    page = render_html(
+        "Does layerwise transfer pay?",
+        [verdict, describe_regime(device, regime)],
+        [HtmlTable("Each strategy, in ms", HEADS, lines)],
+        [HtmlPicture("Where the time to first token goes", lambda buffer: draw_outcomes(regime, outcomes, buffer))],
+        document["assumptions"],
+        document,
+    )
+    if table is not None:
+        write_requests(table, rows)
+        typer.echo(f"Written: {table}")
+    write_results(
+        out,
+        {"simulate.json": document, "simulate.html": page, "simulate.trace.json": json.dumps(trace) + "\n"},
+        {"simulate.png": lambda path: draw_outcomes(regime, outcomes, path)},
+    )
+    typer.echo(verdict)
+
+
+def _arrivals(rate: float | None, turns: int | None, think: str | None, question_tokens: int) -> Arrivals:
+    """How requests come.
+
+    Raises:
+        ValueError: options that do not go together, or impossible values.
+    """
+    from lamella.sim.arrivals import ClosedLoop, Conversations, Poisson
+
+    think_ns = None if think is None else parse_time_ns(think)
+    if rate is not None:
+        if turns is not None or think_ns is not None:
+            raise ValueError("--rate says when requests come; --turns and --think let users decide: give one of them")
+        return Poisson(rate)
+    if turns is not None:
+        chosen = Conversations(turns, question_tokens)
+        return chosen if think_ns is None else Conversations(turns, question_tokens, think_ns)
+    return ClosedLoop(think_ns or 0)
+
+
+def _row(one: Outcome, *, marked: bool) -> list[str]:
+    return [
+        ("→ " if marked else "  ") + str(one.strategy),
+        *map(milliseconds, (one.mean_ttft_ns, one.p50_ttft_ns, one.p90_ttft_ns, one.p99_ttft_ns)),
+        *map(milliseconds, (one.first_layer_ns, one.mean_tpot_ns, one.mean_end_ns)),
+        *map(milliseconds, (one.caused_stall_ns, one.victim_stall_ns)),
+        f"{one.requests_per_s:.1f}",
+        f"{one.goodput_per_s:.1f}",
+        f"{one.gpu_busy:.0%}",
+        f"{one.link_busy:.0%}",
+    ]
+
+
+def _print(rows: list[list[str]]) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
-    from lamella.sim.report import CLOSED_LOOP, chosen_strategies, draw_outcomes, loop_document
-    from lamella.sim.serving import serve, verdict_of
-    from lamella.sim.strategies import CANDIDATES, Regime, parse_strategy
-
-    with refuse_bad_input():
-        device = open_device(profile, model, extrapolate)
-        asked = parse_strategy(f"{order}/{width}/{release}")
-        regime = Regime(hit_tokens, new_tokens, concurrency, output_tokens)
-        strategies = chosen_strategies([asked], CANDIDATES)
-        device.check(regime, strategies)
-        if requests < 1:
-            raise ValueError(f"requests must be at least 1, got {requests}")
-        check_out(out, "simulate")
-
-    outcomes = [serve(device, regime, strategy, requests, seed) for strategy in strategies]
-    asked_for = outcomes[strategies.index(asked)]
-    verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])
-    document = loop_document(device, regime, outcomes, requests, seed, verdict)
-
-    numbers = document["regime"]
-    typer.echo(
-        f"{concurrency} users on {device.profile.device}, {device.profile.model}: {hit_tokens:,} cached + "
-        f"{new_tokens:,} new tokens ({numbers['hit_fraction']:.0%} hit), {output_tokens:,} generated. Alone, transfer "
-        f"{milliseconds(numbers['transfer_ns'])} ms, prefill {milliseconds(numbers['prefill_ns'])} ms, T/P "
-        f"{numbers['transfer_to_prefill']:.2f}; overlap can save at most {numbers['overlap_ceiling']:.0%}."
-    )
     table = Table(box=SIMPLE, title="ms; stall: the engine stood for this request's layers; victim: for others'")
-    table.add_column("strategy", no_wrap=True)
-    for column in (
-        "TTFT",
-        "p50",
-        "p90",
-        "p99",
-        "first layer",
-        "TPOT",
-        "answer",
-        "stall",
-        "victim",
-        "req/s",
-        "GPU",
-        "link",
-    ):
+    table.add_column(HEADS[0], no_wrap=True)
+    for column in HEADS[1:]:
         table.add_column(column, justify="right", no_wrap=True)
-    for one in outcomes:
-        table.add_row(
-            ("→ " if one is asked_for else "  ") + str(one.strategy),
-            *map(milliseconds, (one.mean_ttft_ns, one.p50_ttft_ns, one.p90_ttft_ns, one.p99_ttft_ns)),
-            *map(milliseconds, (one.first_layer_ns, one.mean_tpot_ns, one.mean_end_ns)),
-            *map(milliseconds, (one.caused_stall_ns, one.victim_stall_ns)),
-            f"{one.requests_per_s:.1f}",
-            f"{one.gpu_busy:.0%}",
-            f"{one.link_busy:.0%}",
-        )
+    for row in rows:
+        table.add_row(*row)
     wide_console().print(table)
-    for assumption in CLOSED_LOOP:
-        typer.echo(f"Assumed: {assumption}.")
-    write_result(out, "simulate", document, lambda path: draw_outcomes(regime, outcomes, path))
-    typer.echo(verdict)

@@ -1,16 +1,19 @@
-"""`lamella sweep`: a map of regimes, concurrency by transfer over computing time, and where layerwise transfer pays."""
+"""`lamella sweep`: should layerwise transfer be turned on at your point, with what setting, and where does it pay."""
 
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Annotated, Final, TypeVar
+from typing import TYPE_CHECKING, Annotated, Final, TypeVar
 
 import typer
 
+from lamella.cli._config import ConfigOption
 from lamella.cli._model import (
     DEFAULT_PROFILE,
     ExtrapolateOption,
@@ -19,15 +22,39 @@ from lamella.cli._model import (
     ProfileOption,
     SeedOption,
     check_out,
-    open_device,
+    milliseconds,
     wide_console,
-    write_result,
+    write_results,
 )
+from lamella.cli._progress import progress_bar
 from lamella.cli._refusal import refuse_bad_input
+from lamella.cli._regime import (
+    ComputeSpeedOption,
+    ConcurrencyOption,
+    HitOption,
+    HitTokensOption,
+    LinkOption,
+    NewTokensOption,
+    OutputTokensOption,
+    PromptOption,
+    SloTpotOption,
+    SloTtftOption,
+    describe_regime,
+    open_derived_device,
+    parse_regime,
+    parse_slo,
+)
+from lamella.sim.parallel import JournalError, Runner, Running, cell_seeds
 from lamella.sim.regimes import Cell, RegimeMap
+
+if TYPE_CHECKING:
+    from lamella.sim.study import Study
 
 MOST_COLUMNS: Final = 10
 """Columns of the printed table; the JSON and the picture have them all."""
+WORTH_PROCESSES_S: Final = 4.0
+"""Below this much estimated work, starting processes takes longer than they save."""
+FILES: Final = ("sweep.json", "sweep.html", "sweep.png", "sweep-point.png")
 
 NumberT = TypeVar("NumberT", int, float)
 
@@ -38,51 +65,137 @@ def register(app: typer.Typer) -> None:
 
 
 def sweep(
-    hit_tokens: Annotated[int, typer.Option(help="Prompt tokens found in host memory.")] = 15_152,
-    concurrency: Annotated[
-        str, typer.Option(help="Requests that arrive together, between commas.")
+    prompt_tokens: PromptOption = None,
+    hit: HitOption = None,
+    hit_tokens: HitTokensOption = None,
+    new_tokens: NewTokensOption = None,
+    concurrency: ConcurrencyOption = 4,
+    output_tokens: OutputTokensOption = 50,
+    link: LinkOption = None,
+    compute_speed: ComputeSpeedOption = 1.0,
+    slo_ttft: SloTtftOption = None,
+    slo_tpot: SloTpotOption = None,
+    concurrencies: Annotated[
+        str, typer.Option(help="Rows of the map and of the search for break-even, between commas.")
     ] = "1,2,3,4,5,6,8,10,12,16",
     ratios: Annotated[
         str | None,
-        typer.Option(
-            help="Transfer over computing time, between commas; default: 20 over all that the profile reaches."
-        ),
+        typer.Option(help="Columns: transfer over computing time, between commas; default: 20 over all in reach."),
     ] = None,
     strategy: Annotated[
         list[str] | None, typer.Option(help="order/width/release to try; repeat it. Default: the usual ones.")
     ] = None,
+    requests: Annotated[int, typer.Option(help="Requests per user at your point.")] = 10,
+    repeats: Annotated[int, typer.Option(help="Repeats with other seeds at your point.")] = 3,
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
     extrapolate: ExtrapolateOption = False,
+    engine: Annotated[
+        str, typer.Option(help="Where cells are computed: serial, processes, ray, or auto (by the amount of work).")
+    ] = "auto",
+    workers: Annotated[int | None, typer.Option(help="Processes. Default: one a core.")] = None,
+    journal: Annotated[
+        Path | None, typer.Option(help="Folder that keeps finished cells, so that the same sweep can be resumed.")
+    ] = None,
     seed: SeedOption = 0,
     out: OutOption = Path("lamella-out"),
+    config: ConfigOption = None,
 ) -> None:
-    """Maps where layerwise transfer pays: colour is the change of mean TTFT against the best that is to be had without.
+    """Says whether to turn layerwise transfer on at your point, with what setting, and maps where it pays.
 
-    Answers come from the recursion; a tenth of the cells is run again as discrete events, and must agree.
+    Your point is run as discrete events at each concurrency, with several seeds. The map around it comes from the
+    recursion; some of its cells are run again as discrete events, and must agree.
     """
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    from lamella.sim.regimes import check_in_world, map_regimes, reachable_ratios
-    from lamella.sim.report import BURST, draw_map, map_document
+    from lamella.sim.pictures import draw_map, draw_study
+    from lamella.sim.regimes import check_in_world, compute_map, plan_map, reachable_ratios
+    from lamella.sim.report import BURST, SERVING, profile_lines, sweep_document
     from lamella.sim.strategies import CANDIDATES, OFF, parse_strategy
+    from lamella.sim.study import answer_lines, compute_study, plan_study, study_strategies
 
     begun = time.perf_counter()
     with refuse_bad_input():
-        device = open_device(profile, model, extrapolate)
-        tried = [parse_strategy(text) for text in strategy] if strategy else CANDIDATES
-        check_out(out, "sweep")
-        regime_map = map_regimes(
-            device,
-            hit_tokens,
-            _numbers(concurrency, "concurrency", int),
-            _numbers(ratios, "ratio", float) if ratios else reachable_ratios(device, hit_tokens, 20),
-            tried,
-        )
-    mapped = time.perf_counter()
+        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate)
+        point = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
+        slo = parse_slo(slo_ttft, slo_tpot)
+        asked = [parse_strategy(text) for text in strategy] if strategy else None
+        on_map = asked or list(CANDIDATES)
+        at_point = asked or list(study_strategies(device.profile.num_layers))
+        device.check(point, (*OFF, *on_map, *at_point))
+        rows = sorted({*_numbers(concurrencies, "concurrency", int), point.concurrency})
+        columns = _numbers(ratios, "ratio", float) if ratios else reachable_ratios(device, point.hit_tokens, 20)
+        check_out(out, FILES)
+        work = _estimate_s(len(rows) * len(columns) * len(on_map), sum(rows) * requests * repeats * len(at_point))
+        how = _running(engine, workers, work)
+        if journal is not None:
+            journal.mkdir(parents=True, exist_ok=True)
+        map_plan = plan_map(device, point.hit_tokens, rows, columns, on_map, (point.new_tokens,))
+        study_plan = plan_study(device, point, rows, at_point, requests_per_user=requests, repeats=repeats, slo=slo)
+        cell_seeds(seed, 1)
+
+    def where(name: str, advance: Callable[[int], object]) -> Running:
+        return replace(how, journal=None if journal is None else journal / f"{name}.jsonl", on_done=advance)
+
+    try:
+        with progress_bar("map", len(map_plan.regimes)) as advance:
+            regime_map = compute_map(map_plan, where("map", advance))
+        mapped = time.perf_counter()
+        with progress_bar("your point", len(study_plan.concurrencies) * repeats) as advance:
+            study = compute_study(study_plan, seed, where("point", advance))
+    except JournalError as mistake:
+        raise typer.BadParameter(str(mistake)) from mistake
     checked = check_in_world(device, regime_map, seed)
-    document = map_document(device, regime_map, seed, checked)
+    document = sweep_document(device, regime_map, study, slo, seed, checked)
+
+    typer.echo(describe_regime(device, point))
+    _print_map(regime_map)
+    typer.echo(
+        f"{len(regime_map.cells)} regimes × {len(regime_map.strategies)} strategies by the recursion in "
+        f"{mapped - begun:.1f} s; {checked} of them again as discrete events: equal to the nanosecond."
+    )
+    typer.echo(f"Over the whole map: {regime_map.verdict()}")
+    _print_point(study)
+    for assumption in (*profile_lines(device), *BURST, *SERVING):
+        typer.echo(f"Assumed: {assumption}.")
+    lines = answer_lines(study, slo)
+    pictures = {
+        "sweep.png": lambda path: draw_map(regime_map, path, point),
+        "sweep-point.png": lambda path: draw_study(study, path),
+    }
+    write_results(out, {"sweep.json": document, "sweep.html": _html(regime_map, study, document)}, pictures)
+    for line in lines:
+        typer.echo(line)
+
+
+def _running(engine: str, workers: int | None, work_s: float) -> Running:
+    """Where the cells run.
+
+    Raises:
+        ValueError: no such engine, fewer than 1 worker, or an engine that needs a package which is not there.
+    """
+    names = [runner.value for runner in Runner]
+    if engine == "auto":
+        worth = work_s > WORTH_PROCESSES_S and (os.cpu_count() or 1) > 1
+        return Running(Runner.PROCESSES if worth or workers else Runner.SERIAL, workers)
+    if engine not in names:
+        raise ValueError(f"engine must be one of auto, {', '.join(names)}; got {engine!r}")
+    if engine == Runner.RAY.value:
+        try:
+            import ray  # noqa: F401
+        except ImportError as missing:
+            raise ValueError("sweeps on a cluster need Ray: pip install 'lamella[ray]'") from missing
+    return Running(Runner(engine), workers)
+
+
+def _estimate_s(timelines: int, requests: int) -> float:
+    """Seconds of one core for so many timelines of the map and requests of the study: an order of magnitude."""
+    return timelines * 0.5e-3 + requests * 0.12e-3
+
+
+def _print_map(regime_map: RegimeMap) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    from lamella.sim.strategies import OFF
 
     columns = len({cell.ratio for cell in regime_map.cells})
     stride = -(-columns // MOST_COLUMNS)
@@ -92,22 +205,73 @@ def sweep(
         table.add_column(f"{cell.ratio:.2f}\n{cell.regime.new_tokens:,} new", justify="right", no_wrap=True)
     for first in range(0, len(regime_map.cells), columns):
         row = regime_map.cells[first : first + columns]
-        table.add_row(
-            str(row[0].regime.concurrency),
-            *(_entry(regime_map, cell) for cell in row[::stride]),
-        )
+        table.add_row(str(row[0].regime.concurrency), *(_entry(regime_map, cell) for cell in row[::stride]))
     wide_console().print(table)
     legend = (f"{letter} = {one}" for letter, one in zip(ascii_lowercase, regime_map.strategies, strict=False))
     typer.echo(f"{'; '.join(legend)}; against the better of {' and '.join(map(str, OFF))}.")
-    typer.echo(
-        f"{len(regime_map.cells)} regimes × {len(regime_map.strategies)} strategies by the recursion in "
-        f"{mapped - begun:.1f} s; {checked} of them again as discrete events: equal to the nanosecond."
+
+
+POINT_HEADS: Final = ("strategy", "TTFT", "p50", "p90", "p99", "change", "answer", "TPOT", "goodput/s", "in time")
+
+
+def _point_rows(study: Study) -> list[list[str]]:
+    """What each strategy does at the user's own concurrency."""
+    here = study.regime.concurrency
+    rows = []
+    for one in study.strategies:
+        times = (
+            study.mean(here, one, field) for field in ("mean_ttft_ns", "p50_ttft_ns", "p90_ttft_ns", "p99_ttft_ns")
+        )
+        rows.append(
+            [
+                str(one),
+                *map(milliseconds, times),
+                str(study.change(here, one)),
+                milliseconds(study.mean(here, one, "mean_end_ns")),
+                milliseconds(study.mean(here, one, "mean_tpot_ns")),
+                f"{study.mean(here, one, 'goodput_per_s'):.1f}",
+                f"{study.mean(here, one, 'slo_met'):.0%}",
+            ]
+        )
+    return rows
+
+
+def _print_point(study: Study) -> None:
+    from rich.box import SIMPLE
+    from rich.table import Table
+
+    repeats = len(study.outcomes[0])
+    table = Table(box=SIMPLE, title=f"your point, {study.regime.concurrency} users, means of {repeats} repeats; ms")
+    table.add_column(POINT_HEADS[0], no_wrap=True)
+    for head in POINT_HEADS[1:]:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in _point_rows(study):
+        table.add_row(*row)
+    wide_console().print(table)
+
+
+def _html(regime_map: RegimeMap, study: Study, document: dict[str, object]) -> str:
+    from lamella.sim.html_report import HtmlPicture, HtmlTable, render_html
+    from lamella.sim.pictures import draw_map, draw_study
+
+    changes = [[str(one), *(str(study.change(row, one)) for row in study.concurrencies)] for one in study.strategies]
+    answer, assumptions = document["answer"], document["assumptions"]
+    assert isinstance(answer, list)
+    assert isinstance(assumptions, list)
+    return render_html(
+        "Should layerwise transfer be turned on?",
+        list(reversed(answer)),
+        [
+            HtmlTable("At your point, in ms", POINT_HEADS, _point_rows(study)),
+            HtmlTable("Change of mean TTFT by users", ["strategy", *map(str, study.concurrencies)], changes),
+        ],
+        [
+            HtmlPicture("Your point over concurrency", lambda buffer: draw_study(study, buffer)),
+            HtmlPicture("Where it pays", lambda buffer: draw_map(regime_map, buffer, study.regime)),
+        ],
+        [*assumptions, f"over the whole map: {regime_map.verdict()}"],
+        document,
     )
-    typer.echo(f"Profile: {device.profile.name}, {device.profile.regimes()}.")
-    for assumption in BURST:
-        typer.echo(f"Assumed: {assumption}.")
-    write_result(out, "sweep", document, lambda path: draw_map(regime_map, path))
-    typer.echo(regime_map.verdict())
 
 
 def _entry(regime_map: RegimeMap, cell: Cell) -> str:

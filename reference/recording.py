@@ -191,9 +191,9 @@ def check_recording(recording: Recording) -> None:
     for one in recording.requests:
         _check_request(one, recording.num_layers)
     for earlier, later in pairwise(recording.steps):
-        if later.polled_ns < earlier.end_ns:
+        if later.start_ns < earlier.end_ns:
             raise ValueError(
-                f"REC-3: a step begins at {later.polled_ns} ns, before the one above it ends ({earlier.end_ns})"
+                f"REC-3: a step begins at {later.start_ns} ns, before the one above it ends ({earlier.end_ns})"
             )
     for step in recording.steps:
         _check_step(step, recording.num_layers, by_number)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from lamella.sim.records import RequestRecord
-from lamella.sim.scheduler import Request
+from lamella.sim.requests import Request
 from lamella.sim.strategies import Device, Regime, Strategy
 from lamella.sim.world import World
 

@@ -33,6 +33,10 @@ Work = Callable[[Any, Any, int], Answer]
 Batch = list[tuple[int, Any]]
 
 
+class JournalError(ValueError):
+    """A journal that belongs to another sweep; nothing of it was changed."""
+
+
 class Runner(Enum):
     """Where cells are computed."""
 
@@ -91,7 +95,8 @@ def run_cells(work: Work, shared: Any, cells: Sequence[Any], seed: int, how: Run
         how: where it runs; None for this process.
 
     Raises:
-        ValueError: a negative seed, or a journal of another sweep.
+        ValueError: a negative seed.
+        JournalError: a journal of another sweep.
         ImportError: the runner needs a package that is not installed; the message says how to get it.
         OSError: the journal cannot be written.
     """
@@ -213,7 +218,7 @@ def _open_journal(path: Path, name: str, count: int) -> list[tuple[int, Answer]]
     """What the journal holds of this sweep; a fresh one is begun where there is none.
 
     Raises:
-        ValueError: it is another sweep's, or no journal.
+        JournalError: it is another sweep's, or no journal.
     """
     head = json.dumps({"kind": "lamella.journal", "schema_version": JOURNAL_VERSION, "sweep": name})
     if not path.exists() or path.stat().st_size == 0:
@@ -221,7 +226,7 @@ def _open_journal(path: Path, name: str, count: int) -> list[tuple[int, Answer]]
         return []
     first, *lines = path.read_bytes().split(b"\n")
     if first != head.encode():
-        raise ValueError(
+        raise JournalError(
             f"{path} is the journal of another sweep (other cells, profile, seed or version); name another file, or "
             "remove it"
         )

@@ -174,35 +174,75 @@ def reachable_ratios(device: Device, hit_tokens: int, count: int) -> list[float]
     return [low * (high / low) ** (index / max(1, count - 1)) for index in range(count)]
 
 
+class MapPlan(NamedTuple):
+    """A map to be computed: what is compared, and the regimes by row and column."""
+
+    device: Device
+    strategies: tuple[Strategy, ...]
+    regimes: tuple[Regime, ...]
+
+
+def plan_map(
+    device: Device,
+    hit_tokens: int,
+    concurrencies: Sequence[int],
+    ratios: Sequence[float],
+    strategies: Sequence[Strategy],
+    more_new_tokens: Sequence[int] = (),
+) -> MapPlan:
+    """The map's regimes, every one checked. What is off is always among the strategies.
+
+    Args:
+        device: where.
+        hit_tokens: of every regime.
+        concurrencies: rows.
+        ratios: columns, as T/P; those that no number of new tokens tells apart are one.
+        strategies: what is compared.
+        more_new_tokens: further columns, by their new tokens.
+
+    Raises:
+        ValueError: no concurrency or ratio, or a regime outside the device's profile.
+    """
+    if not concurrencies or not (ratios or more_new_tokens):
+        raise ValueError("a map needs at least one concurrency and one ratio")
+    tried = (*OFF, *(one for one in dict.fromkeys(strategies) if one not in OFF))
+    new_tokens = {*more_new_tokens, *(new_tokens_for(device, hit_tokens, ratio) for ratio in ratios)}
+    columns = sorted(new_tokens, key=lambda new: (-device.prefill_ns(hit_tokens, new), -new))
+    regimes = tuple(Regime(hit_tokens, new, concurrency) for concurrency in concurrencies for new in columns)
+    for regime in regimes:
+        device.check(regime, tried)
+    return MapPlan(device, tried, regimes)
+
+
+def compute_map(plan: MapPlan, how: Running | None = None) -> RegimeMap:
+    """The planned map, by the recursion; `how` says where cells are computed.
+
+    Raises:
+        JournalError, ImportError, OSError: as `run_cells`.
+    """
+    device, strategies, regimes = plan
+    answers = run_cells(_map_cell, MapSetting(device, strategies), regimes, seed=0, how=how)
+    cells = [
+        Cell(
+            regime,
+            device.transfer_ns(regime.hit_tokens),
+            device.prefill_ns(regime.hit_tokens, regime.new_tokens),
+            tuple(answer["mean_ttft_ns"]),
+        )
+        for regime, answer in zip(regimes, answers, strict=True)
+    ]
+    return RegimeMap(strategies, tuple(cells))
+
+
 def map_regimes(
     device: Device,
     hit_tokens: int,
     concurrencies: Sequence[int],
     ratios: Sequence[float],
     strategies: Sequence[Strategy],
-    how: Running | None = None,
 ) -> RegimeMap:
-    """The map, by the recursion. What is off is always among the strategies.
-
-    Ratios that no number of new tokens tells apart are one column. `how` says where cells are computed; None for here.
-
-    Raises:
-        ValueError: no concurrency or ratio, or a regime outside the device's profile.
-    """
-    if not concurrencies or not ratios:
-        raise ValueError("a map needs at least one concurrency and one ratio")
-    tried = (*OFF, *(one for one in dict.fromkeys(strategies) if one not in OFF))
-    columns = list(dict.fromkeys(new_tokens_for(device, hit_tokens, ratio) for ratio in ratios))
-    regimes = [Regime(hit_tokens, new, concurrency) for concurrency in concurrencies for new in columns]
-    for regime in regimes:
-        device.check(regime, tried)
-    answers = run_cells(_map_cell, MapSetting(device, tried), regimes, seed=0, how=how)
-    transfer = device.transfer_ns(hit_tokens)
-    cells = [
-        Cell(regime, transfer, device.prefill_ns(hit_tokens, regime.new_tokens), tuple(answer["mean_ttft_ns"]))
-        for regime, answer in zip(regimes, answers, strict=True)
-    ]
-    return RegimeMap(tried, tuple(cells))
+    """The map planned and computed here; arguments and errors as `plan_map`."""
+    return compute_map(plan_map(device, hit_tokens, concurrencies, ratios, strategies))
 
 
 class MapSetting(NamedTuple):

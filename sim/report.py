@@ -1,30 +1,44 @@
-"""Results as JSON documents and pictures. Units are in the names; every document says where its numbers come from."""
+"""Results as JSON documents. Units are in the names; every document says where its numbers come from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Final
 
 from lamella.reference.profile import DeviceProfile
 from lamella.sim.regimes import RegimeMap
-from lamella.sim.serving import Outcome
+from lamella.sim.serving import Outcome, Slo
 from lamella.sim.strategies import OFF, Device, Regime, Strategy
+from lamella.sim.study import Study, answer_lines
+from lamella.sim.what_if import derivations
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 BURST: Final = (
-    "C requests arrive together, alone on the device; answers are computed by the max-plus recursion",
+    "in the map C requests arrive together, alone on the device; answers are computed by the max-plus recursion",
     "requests are identical; the link is serial and carries nothing else; KV fits",
 )
-CLOSED_LOOP: Final = (
-    "C users ask again as soon as they are answered; first questions at seeded random instants",
-    "requests are identical, each with its own hit; nothing is stored; KV fits; no prefix is in the engine's own cache",
+SERVING: Final = (
+    "requests are alike, each with its own hit; nothing is stored; KV fits; no prefix is in the engine's own cache",
     "early release decodes with piecewise graphs, the others with full ones",
+    "± is the standard error over repeats with other seeds; it does not contain the model's own error",
 )
 
 Document = dict[str, Any]
+
+
+def profile_lines(device: Device) -> list[str]:
+    """What the reader must know of the profile: its name, what it covers, what of it was derived or extrapolated."""
+    profile = device.profile
+    lines = [f"profile {profile.name}, measured {profile.sources[0].measured}; it covers {profile.regimes()}"]
+    lines += derivations(profile)
+    lines.append(
+        "outside what was measured it goes on in straight lines, as --extrapolate asked"
+        if device.extrapolate
+        else "nothing is extrapolated: outside what was measured there would be no answer"
+    )
+    return lines
 
 
 def describe_profile(profile: DeviceProfile, *, extrapolate: bool) -> Document:
@@ -35,17 +49,20 @@ def describe_profile(profile: DeviceProfile, *, extrapolate: bool) -> Document:
         "model": profile.model,
         "covers": profile.regimes(),
         "extrapolated": extrapolate,
+        "derived": derivations(profile),
         "sources": [asdict(source) for source in profile.sources],
     }
 
 
-def map_document(device: Device, regime_map: RegimeMap, seed: int, checked: int) -> Document:
-    """A sweep's result."""
+def sweep_document(device: Device, regime_map: RegimeMap, study: Study, slo: Slo, seed: int, checked: int) -> Document:
+    """A sweep's result: the map, the study of the user's point, the answer."""
+    found = study.recommend()
+    here = study.regime.concurrency
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.sweep",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
-        "assumptions": list(BURST),
+        "assumptions": [*profile_lines(device), *BURST, *SERVING],
         "seed": seed,
         "cells_checked_in_world": checked,
         "strategies": [str(strategy) for strategy in regime_map.strategies],
@@ -53,7 +70,7 @@ def map_document(device: Device, regime_map: RegimeMap, seed: int, checked: int)
             {
                 "hit_tokens": cell.regime.hit_tokens,
                 "new_tokens": cell.regime.new_tokens,
-                "hit_fraction": _hit_fraction(cell.regime),
+                "hit_fraction": hit_fraction(cell.regime),
                 "concurrency": cell.regime.concurrency,
                 "transfer_ns": cell.transfer_ns,
                 "prefill_ns": cell.prefill_ns,
@@ -64,122 +81,92 @@ def map_document(device: Device, regime_map: RegimeMap, seed: int, checked: int)
             }
             for cell in regime_map.cells
         ],
-        "recommended": str(regime_map.recommended()),
-        "verdict": regime_map.verdict(),
+        "map_verdict": regime_map.verdict(),
+        "point": _regime_document(device, study.regime),
+        "slo": asdict(slo),
+        "study": [
+            {
+                "concurrency": concurrency,
+                "strategy": str(strategy),
+                "ttft_change": study.change(concurrency, strategy)._asdict(),
+                "latency_change": study.change(concurrency, strategy, "mean_end_ns")._asdict(),
+                "repeats": [outcome_document(one) for one in study.at(concurrency, strategy)],
+            }
+            for concurrency in study.concurrencies
+            for strategy in study.strategies
+        ],
+        "recommended": {
+            "strategy": str(found.strategy),
+            "turn_on": found.strategy.layerwise,
+            "width": found.strategy.width,
+            "order": found.strategy.order.name,
+            "release": str(found.strategy.release),
+            "off": str(found.off),
+            "best_layerwise": str(found.best_layerwise),
+            "ttft_change": found.change._asdict(),
+            "latency_change": found.price._asdict(),
+            "next_best": str(found.next_best),
+            "margin_over_next_best": found.margin,
+            "goodput_per_s": {
+                str(one): study.mean(here, one, "goodput_per_s") for one in (found.best_layerwise, found.off)
+            },
+        },
+        "break_even": {
+            "tried": list(study.concurrencies),
+            "pays_at": list(found.pays_at),
+            "interleaving_pays_at": list(found.control_pays_at),
+        },
+        "answer": answer_lines(study, slo),
     }
 
 
-def loop_document(
-    device: Device, regime: Regime, outcomes: Sequence[Outcome], requests_per_user: int, seed: int, verdict: str
+def simulate_document(
+    device: Device,
+    regime: Regime,
+    outcomes: Sequence[Outcome],
+    requests_per_user: int,
+    seed: int,
+    arrivals: str,
+    slo: Slo,
+    verdict: str,
 ) -> Document:
     """A simulation's result."""
-    transfer, prefill = (
-        device.transfer_ns(regime.hit_tokens),
-        device.prefill_ns(regime.hit_tokens, regime.new_tokens),
-    )
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.simulate",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
-        "assumptions": list(CLOSED_LOOP),
+        "assumptions": [*profile_lines(device), arrivals, *SERVING[:2]],
         "seed": seed,
         "requests_per_user": requests_per_user,
-        "regime": {
-            **asdict(regime),
-            "hit_fraction": _hit_fraction(regime),
-            "transfer_ns": transfer,
-            "prefill_ns": prefill,
-            "transfer_to_prefill": transfer / prefill,
-            "overlap_ceiling": min(transfer, prefill) / (transfer + prefill),
-        },
-        "outcomes": [{**outcome._asdict(), "strategy": str(outcome.strategy)} for outcome in outcomes],
+        "arrivals": arrivals,
+        "slo": asdict(slo),
+        "regime": _regime_document(device, regime),
+        "outcomes": [outcome_document(outcome) for outcome in outcomes],
         "verdict": verdict,
     }
 
 
-def _hit_fraction(regime: Regime) -> float:
-    return regime.hit_tokens / (regime.hit_tokens + regime.new_tokens)
+def outcome_document(outcome: Outcome) -> Document:
+    """An outcome, its strategy as text."""
+    return {**outcome._asdict(), "strategy": str(outcome.strategy)}
 
 
-# ---------------------------------------------------------------- pictures
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError as missing:
-        raise ImportError("pictures need matplotlib: pip install 'lamella[plot]'") from missing
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def draw_map(regime_map: RegimeMap, path: Path) -> None:
-    """A PNG: TTFT change over concurrency and T/P, of interleaving if it was tried, and of the recommended strategy.
-
-    Raises:
-        ImportError: no matplotlib; the message says how to get it.
-    """
-    pyplot = _pyplot()
-    control = [one for one in regime_map.strategies if one.order.name == "round_robin"][:1]
-    shown = list(dict.fromkeys([*control, regime_map.recommended()]))
-    rows = sorted({cell.regime.concurrency for cell in regime_map.cells})
-    columns = sorted({cell.ratio for cell in regime_map.cells})
-    figure, axes = pyplot.subplots(
-        1, len(shown), figsize=(1.5 + 5.2 * len(shown), 4.4), squeeze=False, layout="constrained"
-    )
-    for axis, strategy in zip(axes[0], shown, strict=True):
-        shares = [[0.0] * len(columns) for _ in rows]
-        for cell in regime_map.cells:
-            row, column = rows.index(cell.regime.concurrency), columns.index(cell.ratio)
-            shares[row][column] = 100 * regime_map.change(cell, strategy)
-        image = axis.imshow(shares, cmap="RdBu_r", vmin=-60, vmax=60, origin="lower", aspect="auto")
-        crosses_zero = min(map(min, shares)) < 0 < max(map(max, shares))
-        if crosses_zero and len(rows) > 1 and len(columns) > 1:
-            axis.contour(shares, levels=[0], colors="black", linewidths=1)
-        ticks = range(0, len(columns), max(1, len(columns) // 7))
-        axis.set_xticks(list(ticks), [f"{columns[tick]:.2g}" for tick in ticks])
-        axis.set_yticks(range(len(rows)), [str(row) for row in rows])
-        axis.set_xlabel("transfer / computing time of a request")
-        axis.set_ylabel("requests that arrive together")
-        axis.set_title(str(strategy))
-    figure.colorbar(image, ax=list(axes[0]), label="mean TTFT against the best without, %", extend="both")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
-
-
-def draw_outcomes(regime: Regime, outcomes: Sequence[Outcome], path: Path) -> None:
-    """A PNG: where each strategy's mean TTFT goes.
-
-    Raises:
-        ImportError: no matplotlib; the message says how to get it.
-    """
-    pyplot = _pyplot()
-    parts = {
-        "admission": "admission_ns",
-        "waits to be submitted": "submission_ns",
-        "transfer wait": "transfer_wait_ns",
-        "release wait": "release_wait_ns",
-        "queue": "queue_ns",
-        "stall": "stall_ns",
-        "steps computing": "computing_ns",
+def _regime_document(device: Device, regime: Regime) -> Document:
+    transfer = device.transfer_ns(regime.hit_tokens)
+    prefill = device.prefill_ns(regime.hit_tokens, regime.new_tokens)
+    return {
+        **asdict(regime),
+        "hit_fraction": hit_fraction(regime),
+        "transfer_ns": transfer,
+        "prefill_ns": prefill,
+        "transfer_to_prefill": transfer / prefill,
+        "overlap_ceiling": min(transfer, prefill) / (transfer + prefill),
     }
-    figure, axis = pyplot.subplots(figsize=(8.5, 1.2 + 0.42 * len(outcomes)), layout="constrained")
-    names = [str(outcome.strategy) for outcome in outcomes]
-    begin = [0.0] * len(outcomes)
-    for (label, field), colour in zip(
-        parts.items(), ("#bbbbbb", "#66ccee", "#4477aa", "#aa3377", "#ccbb44", "#ee6677", "#228833"), strict=True
-    ):
-        lengths = [getattr(outcome, field) / 1e6 for outcome in outcomes]
-        axis.barh(names, lengths, left=begin, label=label, color=colour)
-        begin = [left + length for left, length in zip(begin, lengths, strict=True)]
-    axis.invert_yaxis()
-    axis.set_xlabel("mean TTFT, ms")
-    axis.set_title(f"{regime.concurrency} users, {regime.hit_tokens:,} cached + {regime.new_tokens:,} new tokens")
-    axis.legend(loc="lower right", fontsize="small")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+
+
+def hit_fraction(regime: Regime) -> float:
+    """Cached prompt tokens over all prompt tokens."""
+    return regime.hit_tokens / (regime.hit_tokens + regime.new_tokens)
 
 
 def chosen_strategies(asked: Sequence[Strategy], candidates: Sequence[Strategy]) -> tuple[Strategy, ...]:

@@ -123,7 +123,7 @@ def run_world(
             device.settings(),
             on_finish=on_finish,
             keep_steps=keep,
-            **({"keep_slices": True} if keep else {}),
+            keep_slices=keep,
         )
 
     make = request_maker(device, strategy, regime.output_tokens)

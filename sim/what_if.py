@@ -65,7 +65,12 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
         for curve in profile.copies
     )
     return replace(
-        _derived(profile, f"link: {how}", text.replace("/s", "ps"), "wire rates, copies"),
+        _derived(
+            profile,
+            f"link: {how}; step times stay the measured GPU's",
+            text.replace("/s", "ps").replace(" ", ""),
+            "wire rates, copies",
+        ),
         wire=Wire(*scaled, wire.slice_fixed_ns),
         copies=copies,
     )

@@ -1,0 +1,145 @@
+"""A regime and a device as people say them: `--prompt-tokens 16k --hit 90% --concurrency 8 --link pcie4`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Annotated, Final
+
+import typer
+
+from lamella.cli._durations import parse_time_ns
+from lamella.cli._model import milliseconds, open_device
+from lamella.sim.serving import Slo
+from lamella.sim.strategies import Device, Regime
+from lamella.sim.what_if import with_compute, with_link
+
+DEFAULT_HIT_TOKENS: Final = 15_152
+DEFAULT_NEW_TOKENS: Final = 768
+BLOCK_TOKENS: Final = 16
+_UNITS: Final = {"": 1, "k": 1000, "ki": 1024}
+
+PromptOption = Annotated[str | None, typer.Option(help="Whole prompt, such as 16k or 16384; goes with --hit.")]
+HitOption = Annotated[
+    str | None, typer.Option(help="Share of the prompt found in host memory, such as 90% or 0.9, in whole blocks.")
+]
+HitTokensOption = Annotated[
+    int | None, typer.Option(help=f"Or: prompt tokens found in host memory. Default: {DEFAULT_HIT_TOKENS:,}.")
+]
+NewTokensOption = Annotated[int | None, typer.Option(help=f"Or: tokens to compute. Default: {DEFAULT_NEW_TOKENS}.")]
+ConcurrencyOption = Annotated[int, typer.Option(help="Users; each asks again when it has its answer.")]
+OutputTokensOption = Annotated[int, typer.Option(help="Tokens to generate for each request.")]
+LinkOption = Annotated[
+    str | None,
+    typer.Option(help="Another link than the profile's: pcie3 .. pcie6, pcie4x8, or a rate you measured: 24GB/s."),
+]
+ComputeSpeedOption = Annotated[
+    float, typer.Option(help="Another GPU, computing so many times as fast as the profile's: 0.5 for half.")
+]
+SloTtftOption = Annotated[str | None, typer.Option(help="SLO: first token within, such as 300ms.")]
+SloTpotOption = Annotated[str | None, typer.Option(help="SLO: each further token within, such as 20ms.")]
+
+
+def parse_tokens(text: str, what: str) -> int:
+    """A number of tokens.
+
+    Raises:
+        ValueError: not a whole positive one.
+
+    >>> parse_tokens("16k", "prompt"), parse_tokens("16Ki", "prompt"), parse_tokens("1.5k", "prompt")
+    (16000, 16384, 1500)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|ki)?", text.strip().lower().replace(",", ""), flags=re.ASCII)
+    tokens = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
+    if not found or tokens < 1 or tokens != int(tokens):
+        raise ValueError(f"{what} must be a whole number of tokens, such as 16384, 16k (16,000) or 16Ki; got {text!r}")
+    return int(tokens)
+
+
+def parse_share(text: str) -> float:
+    """A share between 0 and 1.
+
+    Raises:
+        ValueError: it is not.
+
+    >>> parse_share("90%"), parse_share("0.9")
+    (0.9, 0.9)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%?)", text.strip(), flags=re.ASCII)
+    share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    if not 0 < share < 1:
+        raise ValueError(f"hit must be a share between 0 and 1, such as 90% or 0.9; got {text!r}")
+    return share
+
+
+def parse_regime(
+    prompt_tokens: str | None,
+    hit: str | None,
+    hit_tokens: int | None,
+    new_tokens: int | None,
+    concurrency: int,
+    output_tokens: int,
+) -> Regime:
+    """The regime that the options describe, in either way of saying it.
+
+    Raises:
+        ValueError: both ways at once, half of one, or impossible values.
+    """
+    if (prompt_tokens is None) != (hit is None):
+        raise ValueError("--prompt-tokens and --hit go together: the prompt, and the share of it that is found")
+    if prompt_tokens is None or hit is None:
+        return Regime(
+            DEFAULT_HIT_TOKENS if hit_tokens is None else hit_tokens,
+            DEFAULT_NEW_TOKENS if new_tokens is None else new_tokens,
+            concurrency,
+            output_tokens,
+        )
+    if hit_tokens is not None or new_tokens is not None:
+        raise ValueError("say either --prompt-tokens and --hit, or --hit-tokens and --new-tokens, not both")
+    prompt = parse_tokens(prompt_tokens, "prompt_tokens")
+    cached = int(prompt * parse_share(hit)) // BLOCK_TOKENS * BLOCK_TOKENS
+    if not cached:
+        raise ValueError(f"{hit} of {prompt:,} tokens is not one block of {BLOCK_TOKENS}: there is nothing to load")
+    return Regime(cached, prompt - cached, concurrency, output_tokens)
+
+
+def parse_slo(ttft: str | None, tpot: str | None) -> Slo:
+    """The bounds, those that were given.
+
+    Raises:
+        ValueError: no time.
+    """
+    return Slo(None if ttft is None else parse_time_ns(ttft), None if tpot is None else parse_time_ns(tpot))
+
+
+def open_derived_device(
+    profile: str, model: str | None, link: str | None, compute_speed: float, *, extrapolate: bool
+) -> Device:
+    """The device of a profile, on another link or with another GPU if asked for.
+
+    Raises:
+        ValueError: as `open_device`, `with_link` and `with_compute`.
+    """
+    found = open_device(profile, model, extrapolate).profile
+    if link is not None:
+        found = with_link(found, link)
+    return Device(with_compute(found, compute_speed), extrapolate=extrapolate)
+
+
+def describe_regime(device: Device, regime: Regime) -> str:
+    """The regime in one sentence, with what the device makes of one request of it alone."""
+    transfer = device.transfer_ns(regime.hit_tokens)
+    prefill = device.prefill_ns(regime.hit_tokens, regime.new_tokens)
+    prompt = regime.hit_tokens + regime.new_tokens
+    return (
+        f"{regime.concurrency} users on {device.profile.device}, {device.profile.model}: prompts of {prompt:,} tokens, "
+        f"{regime.hit_tokens:,} cached + {regime.new_tokens:,} new ({regime.hit_tokens / prompt:.0%} hit), "
+        f"{regime.output_tokens:,} generated. Alone, transfer {milliseconds(transfer)} ms, prefill "
+        f"{milliseconds(prefill)} ms, T/P {transfer / prefill:.2f}; overlap can save at most "
+        f"{min(transfer, prefill) / (transfer + prefill):.0%}."
+    )
+
+
+def at_concurrency(regime: Regime, concurrency: int) -> Regime:
+    """The regime with so many users."""
+    return replace(regime, concurrency=concurrency)

@@ -1,0 +1,94 @@
+"""`lamella explain REQUEST`: where one request's time to first token went, and who caused it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from lamella.cli._refusal import check_writable, refuse_bad_input
+
+if TYPE_CHECKING:
+    from lamella.reference.recording import Recording
+
+DEFAULT_TRACE: Final = Path("lamella-out/simulate.trace.json")
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command()(explain)
+
+
+def explain(
+    request: Annotated[
+        str, typer.Argument(help="Its number in the recording; or slowest, fastest or median, by time to first token.")
+    ],
+    trace: Annotated[
+        Path, typer.Option(help="A recording: of simulate or replay, or of a measured run.")
+    ] = DEFAULT_TRACE,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the parts there, in ns.")] = None,
+) -> None:
+    """Decomposes a time to first token: admission, transfer wait, release wait, queue, stalls by layer, computing.
+
+    The parts add up to the time to first token exactly. Each stall and each wait on the link names whose slice it was.
+    """
+    from lamella.sim.explain import explain as explain_request
+    from lamella.sim.explain import explanation_document, explanation_lines
+
+    with refuse_bad_input():
+        recording = read_recording(trace)
+        number = _number(request, {one.request: one.ttft_ns for one in recording.requests})
+        explanation = explain_request(recording, number)
+        if json_path is not None:
+            check_writable(json_path)
+    if json_path is not None:
+        document = {
+            "schema_version": 1,
+            "kind": "lamella.explain",
+            "source": recording.source.value,
+            "system": recording.system,
+            "strategy": recording.strategy,
+            **explanation_document(explanation),
+            "notes": list(recording.notes),
+        }
+        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for line in explanation_lines(recording, explanation):
+        typer.echo(line)
+
+
+def read_recording(path: Path) -> Recording:
+    """The recording in the file.
+
+    Raises:
+        ValueError: not a recording, or an impossible one.
+        OSError: the file cannot be read.
+    """
+    from lamella.reference.chrome_trace import from_chrome_trace
+
+    try:
+        parsed = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+    try:
+        return from_chrome_trace(parsed)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _number(request: str, ttft_ns: dict[int, int]) -> int:
+    """The request that the word or number means.
+
+    Raises:
+        ValueError: neither, or an empty recording.
+    """
+    if request.isascii() and request.isdecimal():
+        return int(request)
+    ranked = sorted(ttft_ns, key=lambda number: (ttft_ns[number], number))
+    if not ranked:
+        raise ValueError("the recording holds no request")
+    places = {"fastest": 0, "median": (len(ranked) - 1) // 2, "slowest": len(ranked) - 1}
+    if request not in places:
+        raise ValueError(f"a request is a number, or one of {', '.join(places)}; got {request!r}")
+    return ranked[places[request]]
