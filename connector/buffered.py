@@ -25,7 +25,7 @@ from typing import Final
 from lamella.connector.in_flight import Load, Moving, drain
 from lamella.connector.layerwise import LayerFuture, LayerwiseConnector
 from lamella.connector.slice_objects import slice_engines, slice_layout
-from lamella.connector.streams import Blocks, ComputeStream, Span, TransferStream
+from lamella.connector.streams import Blocks, ComputeStream, TransferStream
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.executors import HostObjects
@@ -117,8 +117,9 @@ class BufferedConnector(LayerwiseConnector):
             )
         group = layout.groups[0]
         self.max_tokens = -(-max_tokens // group.block_tokens) * group.block_tokens
-        # A chunk that begins inside a block ends inside one too, which may be one more.
-        self._rows = self.max_tokens + group.block_tokens
+        # A chunk may begin and end anywhere: its first and its last block may reach beyond the sequence.
+        self._margin = group.block_tokens
+        self._rows = self.max_tokens + 2 * self._margin
         self._layer = _one_layer(group.geometry, self._rows)
         self._memory = Device(engine.device).allocate(NUM_BUFFERS * self._layer.object_bytes)
         self._busy = False
@@ -234,10 +235,6 @@ class BufferedConnector(LayerwiseConnector):
             drain([moving.transfer for moving in one.scattered], self.timeout_s)
             self._busy = False
 
-    def scatter_spans(self, one: BufferedPass) -> tuple[Span, ...]:
-        """When each layer of the pass was on its way from its buffer to the blocks."""
-        return self.spans("scatter", one.scattered)
-
     def close(self) -> None:
         """As the paged connector's, and the buffers are freed. A second call does nothing."""
         super().close()
@@ -254,14 +251,14 @@ class BufferedConnector(LayerwiseConnector):
         return self._buffers_from(0)
 
     def _buffers_from(self, row: int) -> tuple[EngineLayout, ...]:
-        """The same, with the first block beginning at that row."""
+        """The same, with the first block beginning at that row of the margin before the sequence."""
         geometry, block_tokens = self._layer, self.layout.groups[0].block_tokens
         size, width = geometry.element_bytes, geometry.hidden_bytes
         num_blocks = (self._rows - row) // block_tokens
         shape = (geometry.kv, num_blocks, block_tokens, geometry.num_heads, geometry.head_dim)
         strides = (self._rows * width, block_tokens * width, width, geometry.head_dim * size, size)
         views = [
-            TensorView(self._buffer(layer) + row * width, shape, strides, size)
+            TensorView(self._buffer(layer) + (row - self._margin) * width, shape, strides, size)
             for layer in range(self.layout.num_layers)
         ]
         return (engine_layout("KNTHD", views),)
@@ -288,7 +285,7 @@ class BufferedConnector(LayerwiseConnector):
     def _destination(self, load: Load) -> Blocks:
         """Row by row in order; a table's entries for skipped tokens are never looked at."""
         block_tokens = self.layout.groups[0].block_tokens
-        first = _offset(load) // block_tokens
+        first = (self._margin + _offset(load)) // block_tokens
         table = range(first, first + -(-load.blocks.num_tokens // block_tokens))
         return load.blocks._replace(block_ids=([max(block, 0) for block in table],))
 
@@ -312,7 +309,9 @@ class BufferedConnector(LayerwiseConnector):
             one.fail(f"layer {layer} could not be scattered: {error}")
 
     def _buffer(self, layer: int) -> int:
-        return self._memory.address + layer % NUM_BUFFERS * self._layer.object_bytes
+        """Where the layer's first row is."""
+        margin_bytes = self._margin * self._layer.hidden_bytes
+        return self._memory.address + layer % NUM_BUFFERS * self._layer.object_bytes + margin_bytes
 
 
 def _offset(load: Load) -> int:

@@ -1,6 +1,10 @@
 """Modules that may refuse to import without an extra, and the package that it brings; no other module may."""
 
 NEEDS_AN_EXTRA = {
+    "lamella.connector.blend": "torch",
+    "lamella.connector.blend_rotation": "torch",
+    "lamella.connector.blend_tensors": "torch",
+    "lamella.connector.blend_times": "torch",
     "lamella.connector.torch_stream": "torch",
     "lamella.cuda_ext.torch": "torch",
     "lamella.connector.vllm": "vllm",
