@@ -104,8 +104,8 @@ class _Holdings(Collector):
         )
         for place in held.places:
             report = place.pool.report()
-            for state in ("free", "writing", "ready", "pinned"):
-                slots.add_metric([place.label, state], getattr(report.occupancy, state))
+            for name in ("free", "writing", "ready", "pinned"):
+                slots.add_metric([place.label, name], getattr(report.occupancy, name))
             pieces.add_metric([place.label, "ready"], report.registration.ready)
             pieces.add_metric([place.label, "pending"], report.registration.pending)
             pieces.add_metric([place.label, "failed"], len(report.registration.failed))

@@ -64,7 +64,7 @@ class TransferSide(enum.Enum):
     SERVER = "server"
 
 
-class Space(Message):
+class Space(Message, frozen=True):
     """`lamella.reference.keys.KeySpace`, this rank's share included."""
 
     model: Name
@@ -78,7 +78,7 @@ class Space(Message):
     salt: Blob
 
 
-class Group(Message):
+class Group(Message, frozen=True):
     """`lamella.reference.layout.KernelGroup`."""
 
     num_layers: Count
@@ -91,7 +91,7 @@ class Group(Message):
     block_tokens: Count
 
 
-class Allocation(Message):
+class Allocation(Message, frozen=True):
     """`lamella.cuda_ext.peer_memory.Allocation`: memory that holds caches; its handle goes as it was exported."""
 
     handle: Blob
@@ -99,7 +99,7 @@ class Allocation(Message):
     num_bytes: Bytes64
 
 
-class PagedCache(Message):
+class PagedCache(Message, frozen=True):
     """`lamella.reference.layout.EngineLayout` of one kernel group, with the owner's addresses."""
 
     bases: Annotated[tuple[tuple[Address, ...], ...], msgspec.Meta(max_length=4096)]
@@ -114,7 +114,7 @@ class PagedCache(Message):
     element_bytes: Count
 
 
-class Register(Message):
+class Register(Message, frozen=True):
     """A session is wanted.
 
     Attributes:
@@ -151,7 +151,7 @@ class Register(Message):
     alive: Name
 
 
-class PoolShape(Message):
+class PoolShape(Message, frozen=True):
     """How to attach this rank's slots: `SharedSlots(Path(path), SlotShape(object_bytes, num_slots, piece_bytes))`."""
 
     path: Name
@@ -160,7 +160,7 @@ class PoolShape(Message):
     target_piece_bytes: Bytes64
 
 
-class Registered(Message):
+class Registered(Message, frozen=True):
     """The session; `pool` is None for a scheduler. PING at least every `ping_s` seconds."""
 
     lamella_version: Name
@@ -173,7 +173,7 @@ class Registered(Message):
 # ---- reading
 
 
-class Lookup(Message):
+class Lookup(Message, frozen=True):
     """How much of a sequence is there, and lock it.
 
     Attributes:
@@ -192,7 +192,7 @@ class Lookup(Message):
     use_tiers: bool
 
 
-class Found(Message):
+class Found(Message, frozen=True):
     """`num_chunks` from chunk 0 on are there, on every rank asked for.
 
     `slots[rank][i]` is the slot of chunk `first_wanted + i`; with `rank` given there is one row. `lease` is 0 where
@@ -205,7 +205,7 @@ class Found(Message):
     pending: bool
 
 
-class Retrieve(Message):
+class Retrieve(Message, frozen=True):
     """The transfer of one rank's part of a lease begins: until it ends, no clock takes the slots away.
 
     Attributes:
@@ -231,7 +231,7 @@ class Retrieve(Message):
     layers_per_slice: Width
 
 
-class Retrieved(Message):
+class Retrieved(Message, frozen=True):
     """Worker side: at once, and the transfer may begin. Server side: every layer has landed, and the part has ended.
 
     `slots[i]` is the slot of chunk `first_chunk + i`. `path` says what moved the bytes ("worker", or the server's
@@ -256,7 +256,7 @@ class Phase(enum.Enum):
     COMMIT = "commit"
 
 
-class Store(Message):
+class Store(Message, frozen=True):
     """Slots for chunks that are not there yet, or: one rank's bytes are in its slots.
 
     Attributes:
@@ -284,7 +284,7 @@ class Store(Message):
     events: Events | None
 
 
-class Places(Message):
+class Places(Message, frozen=True):
     """One rank's slots to write: `slots[i]` is for chunk `chunks[i]`."""
 
     rank: Count
@@ -292,7 +292,7 @@ class Places(Message):
     slots: tuple[Count, ...]
 
 
-class Stored(Message):
+class Stored(Message, frozen=True):
     """Allocated: `lease` is 0 where there is nothing to write; `no_room`: because too much is locked, ask again later.
 
     Committed: the objects are readable; `lease` and `places` are empty.
@@ -309,7 +309,7 @@ class Stored(Message):
 # ---- ends, and the rest
 
 
-class Release(Message):
+class Release(Message, frozen=True):
     """The part was read to its end, by this rank or by all. Saying it twice does no harm."""
 
     session: Number
@@ -317,7 +317,7 @@ class Release(Message):
     rank: Rank
 
 
-class Abort(Message):
+class Abort(Message, frozen=True):
     """The part is given up; what the server moves of it is stopped first. Saying it twice does no harm."""
 
     session: Number
@@ -325,17 +325,17 @@ class Abort(Message):
     rank: Rank
 
 
-class Ended(Message):
+class Ended(Message, frozen=True):
     """`held`: something was locked until now."""
 
     held: bool
 
 
-class Stats(Message):
+class Stats(Message, frozen=True):
     """What the server holds and has done."""
 
 
-class StatsReport(Message):
+class StatsReport(Message, frozen=True):
     """Figures by name, as the metrics have them."""
 
     lamella_version: Name
@@ -344,7 +344,7 @@ class StatsReport(Message):
     figures: dict[str, float]
 
 
-class Ping(Message):
+class Ping(Message, frozen=True):
     """The peer is there; `ready_slots` from 0 on can be reached by its device (-1: all); it is given no others.
 
     A worker has none until its first ping.
@@ -354,7 +354,7 @@ class Ping(Message):
     ready_slots: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)]
 
 
-class Pong(Message):
+class Pong(Message, frozen=True):
     """`known`: the session lives; otherwise register again."""
 
     known: bool
@@ -362,7 +362,7 @@ class Pong(Message):
     ready_slots: Count
 
 
-class Refusal(Message):
+class Refusal(Message, frozen=True):
     """Why a request was not obeyed; it changed nothing."""
 
     code: Code
