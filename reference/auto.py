@@ -31,7 +31,7 @@ from enum import Enum
 from typing import ClassVar, Final, NamedTuple
 
 from lamella.reference.profile import DeviceProfile, Graphs
-from lamella.reference.release import JustInTime, ReleasePolicy, ReleaseView, Whole
+from lamella.reference.release import JustInTime, ReleasePolicy, ReleaseView, StallPrice, Whole
 from lamella.reference.tables import PrefillTable
 
 TIE: Final = 0.003
@@ -75,10 +75,15 @@ class WeighedRelease:
 
     def release_ns(self, view: ReleaseView) -> int:
         """The stall-free instant less the stall worth taking, but not before the first layer lands."""
-        hurt = float(view.victims) if view.hurt is None else view.hurt
-        if hurt == 0:
+        others, readers, busy_ns = view.stall or StallPrice(view.victims, 0, 0)
+        if others == readers == 0:
             return view.arrival_ns[0]
-        return JustInTime(int(view.step_ns / (1 + hurt))).release_ns(view)
+        worth_ns = view.step_ns / (1 + others)
+        if worth_ns > busy_ns or others == 0:
+            worth_ns = (view.step_ns + readers * busy_ns) / (1 + others + readers)
+            if others == 0:
+                worth_ns = max(worth_ns, busy_ns)
+        return JustInTime(int(worth_ns)).release_ns(view)
 
     def __str__(self) -> str:
         return "weighed"
@@ -274,7 +279,7 @@ class AutoPolicy:
         token_bytes: int | None = None,
         token_budget: int | None = None,
         bystander_weight: float = 1.0,
-        tpot_weight: float = 0.0,
+        tpot_weight: float = 1.0,
     ) -> None:
         self._prefill: PrefillTable = profile.prefill
         self._compute = profile.compute(Graphs.PIECEWISE, extrapolate=True)
@@ -324,9 +329,9 @@ class AutoPolicy:
 
     # ---- the choice
 
-    def hurt(self, bystanders: int, readers: int, prefills: int = 0) -> float:
-        """What a ns for which the engine stands costs others: those who decode, and those whose prefill stands too."""
-        return self._bystander_weight * bystanders + self._tpot_weight * readers + prefills
+    def stall_price(self, bystanders: int, readers: int, prefills: int, busy_ns: int) -> StallPrice:
+        """What a stall costs others."""
+        return StallPrice(self._bystander_weight * bystanders + prefills, self._tpot_weight * readers, busy_ns)
 
     def choose(self, view: AutoView, correction: Correction, can: Abilities = Abilities()) -> Decision:  # noqa: B008
         """The arm whose cost is least (AUTO-1).
@@ -350,7 +355,7 @@ class AutoPolicy:
         ahead = _chain(free_ns, view.waiting)  # when each of those that wait is done, if nothing joins
         behind_ns = ahead[-1] if ahead else free_ns
         look_ns = (self._poll_ns if view.idle and not view.decoding else view.step_ns) // 2
-        hurt = self.hurt(view.bystanders, view.decoding - view.bystanders)
+        hurt = self._bystander_weight * view.bystanders + self._tpot_weight * (view.decoding - view.bystanders)
         wire_ns = self.wire_ns(view.load_tokens) * correction.wire
         whole_ns = view.link_wait_ns + round(wire_ns) + self.slice_ns
         least = min(can.least_width, self.num_layers)

@@ -63,6 +63,11 @@ class LoadLedger:
         """How long the link is taken by what was submitted before."""
         return max(0, self._free_ns(now_ns) - now_ns)
 
+    def behind_ns(self, number: int, now_ns: int) -> int:
+        """How long the link is busy with others once that load has landed."""
+        load = self._open.get(number)
+        return max(0, self._free_ns(now_ns) - max(now_ns, load.landed_ns if load else now_ns))
+
     def waiting(self, now_ns: int) -> tuple[WaitingLoad, ...]:
         """The requests that are parked, with the landing of each from now."""
         return tuple(

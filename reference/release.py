@@ -12,7 +12,21 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar, Final, Protocol
+from typing import ClassVar, Final, NamedTuple, Protocol
+
+
+class StallPrice(NamedTuple):
+    """What it costs others if a step stands for a time, in ns of the released request's own waiting for each ns.
+
+    Attributes:
+        others: those who gain nothing by the link being busy.
+        readers: those who come back to the link when they are done: the first `busy_ns` of a stall cost them nothing.
+        busy_ns: how long the link has other loads to carry.
+    """
+
+    others: float
+    readers: float
+    busy_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +41,7 @@ class ReleaseView:
         step_ns: how long the engine will be away if the request is not released at this poll: the length of the step
             that just ended, or the idle poll's interval.
         victims: requests that would stand still in a stall of the next step: the decoding ones.
-        hurt: what a ns for which the next step stands costs others, in ns of this request's own waiting; None where
-            nobody has weighed it.
+        stall: what it costs others if the next step stands; None where nobody has weighed it.
     """
 
     now_ns: int
@@ -37,7 +50,7 @@ class ReleaseView:
     start_delay_ns: int = 0
     step_ns: int = 0
     victims: int = 0
-    hurt: float | None = None
+    stall: StallPrice | None = None
 
 
 class ReleasePolicy(Protocol):

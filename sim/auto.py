@@ -7,10 +7,11 @@ from typing import Any
 
 from lamella.reference.auto import Abilities, Arm, AutoPolicy, AutoView, Correction, Decision
 from lamella.reference.auto_ledger import LoadLedger
+from lamella.reference.release import StallPrice
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
 from lamella.sim.engine import Engine
-from lamella.sim.scheduler import Job
+from lamella.sim.requests import Job
 
 
 class AutoEngine(Engine):
@@ -68,6 +69,7 @@ class AutoEngine(Engine):
             return
         job.request = request._replace(load=self._load_of(tokens, decision.chosen.width))
         super()._submit(job)
+        self._ledger.ended(job.sequence, self._clock.now_ns)  # one that was preempted loads again
         self._ledger.began(job.sequence, self._clock.now_ns, decision.load_ns, decision.prefill_ns)
         if decision.arm is Arm.SYNC:
             self._due.append(job)
@@ -92,9 +94,14 @@ class AutoEngine(Engine):
             idle=not decoding,
         )
 
-    def _hurt(self) -> float:
-        own = self._scheduler.decode_batch - self._bystanders()
-        return self._policy.hurt(self._bystanders(), own, len(self._scheduler.unfinished()))
+    def _stall_price(self, job: Job) -> StallPrice:
+        bystanders = self._bystanders()
+        return self._policy.stall_price(
+            bystanders,
+            self._scheduler.decode_batch - bystanders,
+            len(self._scheduler.unfinished()),
+            self._ledger.behind_ns(job.sequence, self._clock.now_ns),
+        )
 
     def _bystanders(self) -> int:
         return sum(not job.request.load.slice_layers for job in self._scheduler.decoding())

@@ -16,7 +16,7 @@ from __future__ import annotations
 from bisect import insort
 from operator import attrgetter
 
-from lamella.reference.release import ReleaseView
+from lamella.reference.release import ReleaseView, StallPrice
 from lamella.reference.timeline import NOTHING_TO_LOAD
 from lamella.sim.clock import Phase
 from lamella.sim.records import Ending
@@ -259,13 +259,13 @@ class Engine(StepRunner):
                 start_delay_ns=self._settings.start_delay_ns,
                 step_ns=away_ns,
                 victims=self._scheduler.decode_batch,
-                hurt=self._hurt(),
+                stall=self._stall_price(job),
             )
             instants.append((job, self._release.release_ns(view)))
         return instants
 
-    def _hurt(self) -> float | None:
-        """What a stall costs others, as release decisions are told."""
+    def _stall_price(self, job: Job) -> StallPrice | None:
+        """What a stall for the job costs others, as its release decision is told."""
         return None
 
     def _arm_timer(self, away_ns: int) -> None:

@@ -76,7 +76,7 @@ class Scheduler:
 
     def decoding(self) -> list[Job]:
         """Those who decode."""
-        return [job for _, _, job in self._decoding]
+        return [entry[2] for entry in self._decoding if self._decodes(entry)]
 
     def first_chunk_tokens(self, job: Job) -> int:
         """Tokens of the job's first step, were it alone there."""
@@ -91,10 +91,10 @@ class Scheduler:
         for job in self._cut:
             left = _take(job, left, taken)
         while self._ready and (left is None or left > 0) and self._has_seat(taken):
-            job = heapq.heappop(self._ready)[1] if self.blocks is None else self._next_with_blocks(self.blocks)
-            if job is None:
+            chosen = heapq.heappop(self._ready)[1] if self.blocks is None else self._next_with_blocks(self.blocks)
+            if chosen is None:
                 break
-            left = _take(job, left, taken)
+            left = _take(chosen, left, taken)
         if self._cut or taken:
             self._cut = [job for job in self._cut if job.computed_tokens < job.prefill_tokens] + [
                 job for job, chunk in taken if chunk.first_token == 0 and job.computed_tokens < job.prefill_tokens
