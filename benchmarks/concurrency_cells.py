@@ -23,12 +23,18 @@ class Arm:
         settings: of the connector, over the cell's; None: nothing is loaded, everything is computed.
         repeats: rounds of the cell it takes part in; 0: all.
         obeys_waits: false only in the control that reads early on purpose.
+        counted_requests: of a repeat, beside the first ones that do not count; 0: all that the cell has.
     """
 
     name: str
     settings: Mapping[str, Any] | None
     repeats: int = 0
     obeys_waits: bool = True
+    counted_requests: int = 0
+
+    def requests_of(self, cell: Cell) -> int:
+        """Requests of one of its repeats."""
+        return min(cell.requests, cell.concurrency + self.counted_requests) if self.counted_requests else cell.requests
 
 
 def _layerwise(order: str = "fifo", release: str = "first", **more: Any) -> dict[str, Any]:
@@ -39,7 +45,7 @@ _CHUNK: Final = {"layers_per_slice": 0, "release": "whole"}
 ARMS: Final[dict[str, Arm]] = {
     arm.name: arm
     for arm in (
-        Arm("recompute", None, repeats=1),
+        Arm("recompute", None, repeats=1, counted_requests=4),
         Arm("chunk_bounded", _CHUNK),
         Arm("chunk_deep", {**_CHUNK, **DEEP}, repeats=3),
         Arm("interleaved_first", _layerwise("round_robin"), repeats=4),

@@ -90,8 +90,7 @@ class ConcurrencyEngine:
         self._top: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
         self.switch_ms = 0.0
-        if not tiny:
-            self.llm.apply_model(seed_weights)
+        self.parameters = self.llm.apply_model(count_parameters if tiny else seed_weights)[0]
 
     # ---- set-up
 
@@ -152,6 +151,7 @@ class ConcurrencyEngine:
         """Settings of the engine that decide its times."""
         config = self._engine.vllm_config
         return {
+            "parameters": self.parameters,
             "started_s": round(self.started_s, 1),
             "kv_capacity_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             "block_tokens": config.cache_config.block_size,
@@ -495,6 +495,11 @@ def _let_windows_move(engine: Any) -> None:
         return
 
 
+def count_parameters(model: Any) -> int:
+    """How many there are."""
+    return sum(weight.numel() for weight in model.parameters())
+
+
 def seed_weights(model: Any) -> int:
     """The model's weights are random numbers of a fixed seed, scaled so that tokens depend on every layer's KV.
 
@@ -504,10 +509,8 @@ def seed_weights(model: Any) -> int:
     import torch
 
     scales = {"qkv_proj": 2.0, "o_proj": 3.0, "lm_head": 4.0}
-    count = 0
     generators: dict[torch.device, torch.Generator] = {}
     for name, weight in model.named_parameters():
-        count += weight.numel()
         generator = generators.setdefault(weight.device, torch.Generator(weight.device).manual_seed(_SEED))
         if weight.dim() < 2:
             weight.data.fill_(1.0)
@@ -515,4 +518,4 @@ def seed_weights(model: Any) -> int:
         scale = next((scale for part, scale in scales.items() if part in name), 1.0)
         std = 0.3 if "embed_tokens" in name else scale / weight.shape[-1] ** 0.5
         weight.data.normal_(0.0, std, generator=generator)  # [out, in]
-    return count
+    return count_parameters(model)

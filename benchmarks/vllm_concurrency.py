@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """TTFT, latency and throughput of real vLLM under concurrency, by order, release and width of the loads.
 
-    vllm_concurrency.py OUT.jsonl --cells core --budget-s 480        one GPU, vLLM 0.26, Llama-3.1-8B's shape
+    vllm_concurrency.py OUT.jsonl --cells core --budget-s 560        one GPU, vLLM 0.26, Llama-3.1-8B's shape
     vllm_concurrency.py OUT.jsonl --cells core --tiny                the same program on a CPU, to see that it runs
     vllm_concurrency.py OUT.jsonl --cells core --list                cells and arms; nothing runs
     concurrency_report.py OUT.jsonl                                  the table
@@ -134,7 +134,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     """One line of the results: everything of one repeat of one arm."""
     engine.switch(arm, cell)
     engine.reset(cell)
-    requests, others = engine.requests(cell, tag), engine.bystanders(cell, tag)
+    requests, others = engine.requests(cell, tag)[: arm.requests_of(cell)], engine.bystanders(cell, tag)
     concurrency = None if cell.rate_per_s else cell.concurrency
     engine.cached.clear()
     gc.collect()
@@ -185,11 +185,12 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
 
 
 class Run:
-    """One call of the program: what is done, what is left, and where it goes."""
+    """One call of the program: what is done, what is left, and where it goes. `begin` is when the program began."""
 
-    def __init__(self, asked: argparse.Namespace, engine: Any, group: Group, arms: dict[str, Arm]) -> None:
-        self.asked, self.engine, self.group, self.arms = asked, engine, group, arms
-        self.begin = time.perf_counter()
+    def __init__(
+        self, asked: argparse.Namespace, engine: Any, group: Group, arms: dict[str, Arm], begin: float
+    ) -> None:
+        self.asked, self.engine, self.group, self.arms, self.begin = asked, engine, group, arms, begin
         self.done = done_in(asked.out, asked.cells)
         self.out = asked.out.open("a", encoding="utf-8")
         self.number = 0
@@ -295,7 +296,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--arm", action="append", default=[], metavar="NAME=JSON", help="an arm of your own")
     parser.add_argument("--repeats", type=int, default=0, help="instead of each cell's own")
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on")
-    parser.add_argument("--budget-s", type=float, default=480.0, help="no further repeat begins after so long")
+    parser.add_argument("--budget-s", type=float, default=560.0, help="no repeat begins later than this")
     parser.add_argument(
         "--stream-stalls", action="store_true", help="time layers' waits on the stream; not for figures"
     )
@@ -308,6 +309,7 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     """Runs what was asked; 0 when everything is done, 3 when the budget ended it."""
+    begin = time.perf_counter()
     asked = parse()
     group, arms = GROUPS[asked.cells], dict(ARMS)
     if group.peer is not None:
@@ -340,7 +342,7 @@ def main() -> int:
 
     engine = ConcurrencyEngine(group, asked.tiny)
     engine.probe.layers_timed = asked.stream_stalls
-    run = Run(asked, engine, group, arms)
+    run = Run(asked, engine, group, arms, begin)
     run.write({"kind": "engine", **facts_of(engine, asked)})
     run.say(f"engine ready: {json.dumps(engine.facts())}")
     complete = run.all(cells)
@@ -358,6 +360,7 @@ def facts_of(engine: Any, asked: argparse.Namespace) -> dict[str, Any]:
 
         facts["machine"] = device_facts.provenance(engine.torch, vllm)
         facts["wire"] = device_facts.wire_rates(engine.torch)
+        engine.torch.cuda.empty_cache()
     facts["vllm"] = vllm.__version__
     facts["arguments"] = [argument for argument in sys.argv[1:] if not argument.startswith("/")]
     return facts

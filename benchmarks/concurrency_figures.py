@@ -1,0 +1,323 @@
+"""From the lines of vllm_concurrency.py to figures: pure functions over plain values.
+
+A repeat is one observation: its figure is the mean over its counted requests, and standard errors are those of repeats,
+because requests of one repeat are not independent. A closed loop begins with all requests at once, so its first
+`concurrency` requests do not count.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
+OPENING: Final = "chunk_bounded"
+LARGEST_ERROR: Final = 0.02
+LARGEST_DRIFT: Final = 0.05
+Row = Mapping[str, Any]
+
+
+class Mean(NamedTuple):
+    """A mean over repeats and its standard error; the error of fewer than two repeats is not known."""
+
+    value: float
+    error: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Of one figure a repeat.
+
+        Raises:
+            ValueError: no repeats.
+        """
+        if not values:
+            raise ValueError("a mean needs at least one repeat")
+        if len(values) < 2:
+            return cls(values[0], math.inf, 1)
+        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values))
+
+    @property
+    def relative_error(self) -> float:
+        """Of the mean."""
+        return self.error / self.value if self.value else math.inf
+
+
+class Change(NamedTuple):
+    """How an arm's mean differs from the baseline's, as a share of the baseline's; negative: it is shorter."""
+
+    value: float
+    error: float
+    shown: bool
+    why_not: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArmFigures:
+    """One arm of one cell. Times in milliseconds."""
+
+    ttft: Mean
+    p50: float
+    p99: float
+    e2e: Mean
+    tpot: Mean
+    requests_per_s: Mean
+    first_layer_ms: float | None
+    last_layer_ms: float | None
+    host_stall_ms: float
+    link_busy: float
+    gpu_busy: float | None
+    peak_in_flight_bytes: int
+    bystander_tpot: Mean | None
+    flawed: int
+
+
+@dataclass(frozen=True, slots=True)
+class CellFigures:
+    """A cell: its arms, which of them is the baseline, and what could be gained at most.
+
+    Attributes:
+        transfer_ms, prefill_ms: T and P as the run itself shows them; None where it does not.
+        drift: of the opening arm's first and last repeat.
+    """
+
+    cell: Mapping[str, Any]
+    arms: dict[str, ArmFigures]
+    baseline: str
+    drift: float
+    transfer_ms: float | None
+    prefill_ms: float | None
+
+    @property
+    def ceiling(self) -> float | None:
+        """The largest gain of one request alone that overlap can bring: min(T, P) / (T + P)."""
+        if not self.transfer_ms or not self.prefill_ms:
+            return None
+        return min(self.transfer_ms, self.prefill_ms) / (self.transfer_ms + self.prefill_ms)
+
+    def change(self, arm: str, figure: str = "ttft") -> Change:
+        """Against the baseline, and whether the run shows it."""
+        mine, base = getattr(self.arms[arm], figure), getattr(self.arms[self.baseline], figure)
+        return change_of(mine, base, self.drift)
+
+
+def change_of(mine: Mean, base: Mean, drift: float) -> Change:
+    """The relative change, its standard error, and whether it counts: small errors, little drift, beyond two errors."""
+    ratio = mine.value / base.value
+    error = ratio * math.hypot(mine.relative_error, base.relative_error)
+    reasons = []
+    if max(mine.relative_error, base.relative_error) > LARGEST_ERROR:
+        reasons.append(f"standard error {max(mine.relative_error, base.relative_error):.1%}")
+    if drift > LARGEST_DRIFT:
+        reasons.append(f"baseline drift {drift:.1%}")
+    if abs(ratio - 1) <= 2 * error:
+        reasons.append("within two standard errors")
+    return Change(ratio - 1, error, not reasons, ", ".join(reasons))
+
+
+def counted(row: Row) -> list[Row]:
+    """The requests of a repeat that count."""
+    requests: list[Row] = row["requests"]
+    return requests if row["cell"]["rate_per_s"] else requests[row["cell"]["concurrency"] :]
+
+
+def is_flawed(row: Row) -> bool:
+    """Whether a load failed, or a request hit the engine's own cache, or less of the pool than was meant."""
+    counters = row["counters"]
+    if any(counters.get(name) for name in ("loads_failed", "wait_timeouts", "hook_bypasses", "stores_dropped")):
+        return True
+    if row["arm"] == "recompute":
+        return any(request["cached"] for request in row["requests"])
+    cell = row["cell"]
+    shapes = cell["mix"] or [[cell["hit"], cell["new"]]]
+    for number, request in enumerate(row["requests"]):
+        own = cell["miss_every"] and number % cell["miss_every"] == cell["miss_every"] - 1
+        wanted = 0 if own else shapes[number % len(shapes)][0]
+        if request.get("local_hit") or request["cached"] != wanted:
+            return True
+    return False
+
+
+def figures_of(rows: Iterable[Row]) -> dict[str, CellFigures]:
+    """Every cell by name, from `repeat` lines; a line that came twice counts once, the later one."""
+    latest: dict[tuple[str, str, int], Row] = {}
+    for row in rows:
+        if row["kind"] == "repeat":
+            latest[row["cell"]["name"], row["arm"], row["repeat"]] = row
+    by_cell: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
+    for (cell, arm, _repeat), row in sorted(latest.items(), key=lambda item: item[0]):
+        by_cell[cell][arm].append(row)
+    return {name: _cell(arms) for name, arms in by_cell.items()}
+
+
+def _cell(arms: Mapping[str, list[Row]]) -> CellFigures:
+    figures = {name: _arm(rows) for name, rows in arms.items()}
+    chunk_major = [name for name in CHUNK_MAJOR if name in figures] or sorted(figures)
+    baseline = min(chunk_major, key=lambda name: figures[name].ttft.value)
+    opening = [_ttft_ms(row) for row in arms.get(OPENING, ())]
+    drift = abs(opening[-1] - opening[0]) / statistics.fmean(opening) if len(opening) > 1 else math.inf
+    transfer, prefill = _transfer_and_prefill_ms(arms)
+    cell = next(iter(arms.values()))[0]["cell"]
+    return CellFigures(cell, figures, baseline, drift, transfer, prefill)
+
+
+def _ttft_ms(row: Row) -> float:
+    return statistics.fmean((request["token_us"][0] - request["queued_us"]) / 1e3 for request in counted(row))
+
+
+def _arm(rows: Sequence[Row]) -> ArmFigures:
+    requests = [request for row in rows for request in counted(row)]
+    pooled = sorted((request["token_us"][0] - request["queued_us"]) / 1e3 for request in requests)
+    loaded = [request for request in requests if request.get("landed_us")]
+    gpu = [step[5] for row in rows for step in row["steps"] if step[5] is not None]
+    wall_us = sum(row["wall_us"] for row in rows)
+    others = [gap for row in rows if (gap := _bystander_tpot_ms(row)) is not None]
+    return ArmFigures(
+        ttft=Mean.of([_ttft_ms(row) for row in rows]),
+        p50=_quantile(pooled, 0.5),
+        p99=_quantile(pooled, 0.99),
+        e2e=Mean.of([_mean(counted(row), lambda one: (one["token_us"][-1] - one["queued_us"]) / 1e3) for row in rows]),
+        tpot=Mean.of([_mean(counted(row), _tpot_ms) for row in rows]),
+        requests_per_s=Mean.of([len(row["requests"]) / row["wall_us"] * 1e6 for row in rows]),
+        first_layer_ms=_mean(loaded, lambda one: (one["landed_us"][0] - one["queued_us"]) / 1e3) if loaded else None,
+        last_layer_ms=_mean(loaded, lambda one: (one["landed_us"][-1] - one["queued_us"]) / 1e3) if loaded else None,
+        host_stall_ms=sum(us for row in rows for us in row["host_stall_us"].values()) / 1e3 / len(rows),
+        link_busy=sum(_link_busy_us(row) for row in rows) / wall_us,
+        gpu_busy=sum(gpu) / wall_us if gpu else None,
+        peak_in_flight_bytes=max(row["peak_in_flight_bytes"] for row in rows),
+        bystander_tpot=Mean.of(others) if others else None,
+        flawed=sum(map(is_flawed, rows)),
+    )
+
+
+def _mean(requests: Sequence[Row], figure: Any) -> float:
+    return statistics.fmean(map(figure, requests))
+
+
+def _tpot_ms(request: Row) -> float:
+    times = request["token_us"]
+    return (times[-1] - times[0]) / 1e3 / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def _bystander_tpot_ms(row: Row) -> float | None:
+    spans = [(times[-1] - times[0]) / 1e3 / (len(times) - 1) for times in row["bystander_us"] if len(times) > 1]
+    return statistics.fmean(spans) if spans else None
+
+
+def _link_busy_us(row: Row) -> float:
+    spans = sorted(
+        (one["at_us"] + one["started_us"], one["at_us"] + one["landed_us"][-1])
+        for one in row["requests"]
+        if one.get("landed_us") and "started_us" in one
+    )
+    busy, until = 0.0, -math.inf
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return busy
+
+
+def _transfer_and_prefill_ms(arms: Mapping[str, Sequence[Row]]) -> tuple[float | None, float | None]:
+    """T: the shortest load from its first copy to its last landing; P: the median step of one prefill, no layer waits.
+
+    The shortest, because loads share the link. In a chunk-major arm all has landed before the step begins.
+    """
+    transfer: list[float] = []
+    prefill: list[float] = []
+    for name in CHUNK_MAJOR:
+        for row in arms.get(name, ()):
+            cell = row["cell"]
+            if cell["mix"] or cell["miss_every"]:
+                return None, None
+            transfer += [
+                (one["landed_us"][-1] - one["started_us"]) / 1e3
+                for one in row["requests"]
+                if one.get("landed_us") and "started_us" in one
+            ]
+            spare = cell["concurrency"] + cell["bystanders"]
+            prefill += [
+                (step[5] if step[5] is not None else step[1]) / 1e3
+                for step in row["steps"]
+                if cell["new"] <= step[2] < cell["new"] + spare
+            ]
+    return min(transfer, default=None), statistics.median(prefill) if prefill else None
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, math.ceil(share * len(ordered)) - 1)] if ordered else math.nan
+
+
+# ---- answers
+
+
+class Verdict(NamedTuple):
+    """Answers of an arm against recomputation: how many are the same, near ties or wrong; the largest deviation."""
+
+    same: int
+    near_ties: int
+    wrong: int
+    largest_deviation: float
+
+
+def judge(answers: Sequence[Row], right: Sequence[Row], tolerance: float) -> Verdict:
+    """Compares answers token by token up to the first that differs.
+
+    There, an engine that only rounds otherwise has both tokens among its likeliest and their log-probabilities within
+    `tolerance` of each other; anything else is wrong. So is a log-probability further off before that.
+
+    Raises:
+        ValueError: another number of answers.
+    """
+    same = near = wrong = 0
+    largest = 0.0
+    for mine, other in zip(answers, right, strict=True):
+        verdict, deviation = _judge_one(mine, other, tolerance)
+        largest = max(largest, deviation)
+        same += verdict == "same"
+        near += verdict == "near"
+        wrong += verdict == "wrong"
+    return Verdict(same, near, wrong, largest)
+
+
+def _judge_one(mine: Row, other: Row, tolerance: float) -> tuple[str, float]:
+    largest = 0.0
+    for token, wanted, top, wanted_top in zip(mine["tokens"], other["tokens"], mine["top"], other["top"], strict=True):
+        here, there = dict(top), dict(wanted_top)
+        if token == wanted:
+            largest = max(largest, abs(here[token] - there[token]))
+            if largest > tolerance:
+                return "wrong", largest
+            continue
+        if wanted not in here or token not in there:
+            return "wrong", math.inf
+        apart = max(abs(here[token] - here[wanted]), abs(there[token] - there[wanted]))
+        return ("near" if apart <= tolerance else "wrong"), max(largest, apart)
+    return "same", largest
+
+
+def tolerance_of(rows: Iterable[Row]) -> dict[str, float]:
+    """For each verified cell four times the largest deviation of recomputation in company from recomputation alone."""
+    taken = {(row["cell"]["name"], row["arm"]): row["answers"] for row in rows if row["kind"] == "verify"}
+    found: dict[str, float] = {}
+    for cell, arm in taken:
+        if arm == "recompute_alone" and (cell, "recompute") in taken:
+            noise = 0.0
+            for mine, other in zip(taken[cell, "recompute"], taken[cell, arm], strict=True):
+                noise = max(noise, _judge_one(mine, other, math.inf)[1])
+            found[cell] = max(1e-3, 4 * noise) if math.isfinite(noise) else math.inf
+    return found
+
+
+def verdicts_of(rows: Sequence[Row]) -> dict[tuple[str, str], Verdict]:
+    """(cell, arm) of every verified arm, against recomputation in company."""
+    tolerances = tolerance_of(rows)
+    taken = {(row["cell"]["name"], row["arm"]): row["answers"] for row in rows if row["kind"] == "verify"}
+    return {
+        (cell, arm): judge(answers, taken[cell, "recompute"], tolerances[cell])
+        for (cell, arm), answers in taken.items()
+        if cell in tolerances and arm != "recompute"
+    }

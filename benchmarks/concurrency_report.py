@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""The table of a concurrency run: every arm of every cell beside the better chunk-major form and the ceiling.
+
+    concurrency_report.py RUN.jsonl ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD]
+
+A change counts only where the standard errors of both arms are at most 2%, the baseline's first and last repeat differ
+by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not shown" and why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from concurrency_figures import CellFigures, Mean, Row, figures_of, verdicts_of
+
+
+def read(paths: Sequence[Path]) -> list[Row]:
+    """The lines of every file; one cut short by the end of a run is left out."""
+    rows: list[Row] = []
+    for path in paths:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                print(f"{path.name}: a line cut short is left out", file=sys.stderr)
+    return rows
+
+
+def table(cell: CellFigures) -> str:
+    """One cell in Markdown."""
+    spec = cell.cell
+    ceiling = "unknown" if cell.ceiling is None else f"{cell.ceiling:.0%}"
+    transfer = "?" if cell.transfer_ms is None else f"{cell.transfer_ms:.1f}"
+    prefill = "?" if cell.prefill_ms is None else f"{cell.prefill_ms:.1f}"
+    share = spec["hit"] / (spec["hit"] + spec["new"])
+    lines = [
+        f"### {spec['name']}",
+        "",
+        f"T {transfer} ms, P {prefill} ms, ceiling of one request alone {ceiling}, hit fraction {share:.0%}, baseline "
+        f"{cell.baseline}, drift {cell.drift:.1%}",
+        "",
+        "| arm | n | TTFT mean ± se | change | p50 | p99 | first layer | all landed | e2e | TPOT | req/s | stall "
+        "| link | GPU | peak in flight | bystanders' TPOT |",
+        "|---|" + "---|" * 15,
+    ]
+    for name, arm in sorted(cell.arms.items(), key=lambda item: item[1].ttft.value):
+        change = cell.change(name)
+        text = "baseline" if name == cell.baseline else f"{change.value:+.1%} ± {change.error:.1%}"
+        if name != cell.baseline and not change.shown:
+            text += f" not shown: {change.why_not}"
+        if arm.flawed:
+            text += f"; {arm.flawed} repeats FLAWED"
+        lines.append(
+            f"| {name} | {arm.ttft.repeats} | {_pm(arm.ttft)} | {text} | {arm.p50:.1f} | {arm.p99:.1f} | "
+            f"{_or_dash(arm.first_layer_ms)} | {_or_dash(arm.last_layer_ms)} | {_pm(arm.e2e)} | {arm.tpot.value:.2f} | "
+            f"{arm.requests_per_s.value:.2f} | {arm.host_stall_ms:.1f} | {arm.link_busy:.0%} | "
+            f"{'-' if arm.gpu_busy is None else f'{arm.gpu_busy:.0%}'} | {arm.peak_in_flight_bytes / 1e6:.0f} MB | "
+            f"{'-' if arm.bystander_tpot is None else _pm(arm.bystander_tpot)} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _pm(mean: Mean) -> str:
+    return f"{mean.value:.1f} ± {mean.error:.1f}"
+
+
+def _or_dash(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """What is committed: figures without the requests they come from."""
+    cells = figures_of(rows)
+    return {
+        "schema_version": 1,
+        "engines": [
+            {key: row[key] for key in row if key not in ("schema", "kind")} for row in rows if row["kind"] == "engine"
+        ],
+        "cells": {name: _plain(cell) for name, cell in cells.items()},
+        "answers": {f"{cell} {arm}": verdict._asdict() for (cell, arm), verdict in verdicts_of(rows).items()},
+    }
+
+
+def _plain(cell: CellFigures) -> Mapping[str, Any]:
+    arms = {
+        name: {
+            field.name: value._asdict() if isinstance(value := getattr(arm, field.name), Mean) else value
+            for field in dataclasses.fields(arm)
+        }
+        for name, arm in cell.arms.items()
+    }
+    changes = {
+        name: {figure: cell.change(name, figure)._asdict() for figure in ("ttft", "e2e", "tpot", "requests_per_s")}
+        for name in cell.arms
+    }
+    return {
+        "cell": cell.cell,
+        "baseline": cell.baseline,
+        "drift": cell.drift,
+        "transfer_ms": cell.transfer_ms,
+        "prefill_ms": cell.prefill_ms,
+        "ceiling": cell.ceiling,
+        "arms": arms,
+        "changes": changes,
+    }
+
+
+def answers_table(rows: Sequence[Row]) -> str:
+    """What recomputation says about the arms' answers."""
+    lines = ["### answers against recomputation", "", "| cell | arm | same | near ties | wrong | largest deviation |"]
+    lines.append("|---|---|---|---|---|---|")
+    for (cell, arm), verdict in sorted(verdicts_of(rows).items()):
+        lines.append(
+            f"| {cell} | {arm} | {verdict.same} | {verdict.near_ties} | {verdict.wrong} | "
+            f"{verdict.largest_deviation:.3g} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Prints the tables; 1 when there is nothing to tell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="+")
+    parser.add_argument("--json", type=Path, help="the figures without the requests")
+    parser.add_argument("--svg", type=Path, help="a folder for the pictures")
+    parser.add_argument("--cell", default="", help="only cells whose name holds this")
+    asked = parser.parse_args()
+    rows = read(asked.runs)
+    cells = {name: cell for name, cell in figures_of(rows).items() if asked.cell in name}
+    if not cells:
+        print("no repeats in these files", file=sys.stderr)
+        return 1
+    for cell in cells.values():
+        print(table(cell))
+    print(answers_table(rows))
+    if asked.json:
+        asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+    if asked.svg:
+        from concurrency_plots import draw
+
+        for path in draw(cells, asked.svg):
+            print(path, file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,8 @@
+"""Measuring programs are no package: their folder goes on the path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))

@@ -1,0 +1,195 @@
+"""From lines to figures: what counts, what is shown, which arm is the baseline, and which answers are wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from concurrency_cells import ARMS, BASELINE, GROUPS, Cell
+from concurrency_figures import Mean, change_of, counted, figures_of, is_flawed, judge, tolerance_of
+from concurrency_report import answers_table, summary, table
+from vllm_concurrency import done_in, rounds_of, shrunk
+
+CELL = {
+    "name": "c", "concurrency": 1, "hit": 100, "new": 10, "rate_per_s": None, "mix": [], "miss_every": 0,
+    "bystanders": 0,
+}  # fmt: skip
+
+
+def request(ttft_ms: float, queued_ms: float = 1.0, **more: Any) -> dict[str, Any]:
+    first = round((queued_ms + ttft_ms) * 1e3)
+    return {
+        "at_us": 0, "queued_us": round(queued_ms * 1e3), "token_us": [first, first + 5_000, first + 10_000],
+        "tokens": [1, 2, 3], "cached": 100, "local_hit": 0, "started_us": 2_000, "landed_us": [3_000, 42_000], **more,
+    }  # fmt: skip
+
+
+def row(arm: str, repeat: int, ttft_ms: float, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "repeat", "cell": CELL, "arm": arm, "repeat": repeat, "wall_us": 100_000,
+        "requests": [request(999.0), request(ttft_ms), request(ttft_ms)],
+        "steps": [[0, 11_000, 10, 0, 5, 10_000], [20_000, 9_000, 1, 1, 5, 8_000]],
+        "host_stall_us": {"0": 500}, "peak_in_flight_bytes": 7, "bystander_us": [], "counters": {}, **more,
+    }  # fmt: skip
+
+
+def lines(**arms: list[float]) -> list[dict[str, Any]]:
+    return [row(arm, repeat, ttft) for arm, times in arms.items() for repeat, ttft in enumerate(times)]
+
+
+def test_the_first_requests_of_a_closed_loop_do_not_count() -> None:
+    assert len(counted(row("fifo_first", 0, 50.0))) == 2
+    open_loop = row("fifo_first", 0, 50.0, cell={**CELL, "rate_per_s": 3.0})
+    assert len(counted(open_loop)) == 3
+
+
+def test_the_better_chunk_major_arm_is_the_baseline() -> None:
+    cell = figures_of(lines(chunk_bounded=[100, 100, 100], chunk_deep=[80, 81], fifo_first=[60, 60]))["c"]
+    assert cell.baseline == "chunk_deep"
+    assert cell.change("fifo_first").value == pytest.approx(60 / 80.5 - 1)
+
+
+def test_errors_are_those_of_repeats_not_of_requests() -> None:
+    mean = figures_of(lines(chunk_bounded=[100, 110, 90]))["c"].arms["chunk_bounded"].ttft
+    assert mean == pytest.approx((100, 10 / math.sqrt(3), 3))
+
+
+@pytest.mark.parametrize(
+    ("mine", "base", "drift", "why_not"),
+    [
+        (Mean(50, 0.5, 5), Mean(100, 1, 5), 0.01, ""),
+        (Mean(50, 2.0, 5), Mean(100, 1, 5), 0.01, "standard error 4.0%"),
+        (Mean(50, 0.5, 5), Mean(100, 1, 5), 0.06, "baseline drift 6.0%"),
+        (Mean(99, 0.5, 5), Mean(100, 1, 5), 0.01, "within two standard errors"),
+        (Mean(50, math.inf, 1), Mean(100, 1, 5), 0.01, "standard error inf%, within two standard errors"),
+    ],
+)
+def test_a_change_is_shown_only_by_a_quiet_run(mine: Mean, base: Mean, drift: float, why_not: str) -> None:
+    change = change_of(mine, base, drift)
+    assert (change.shown, change.why_not) == (not why_not, why_not)
+
+
+def test_drift_is_between_the_opening_arms_first_and_last_repeat() -> None:
+    assert figures_of(lines(chunk_bounded=[100, 150, 110], fifo_first=[50, 50]))["c"].drift == pytest.approx(10 / 120)
+    assert figures_of(lines(chunk_bounded=[100]))["c"].drift == math.inf, "one repeat shows no drift"
+
+
+def test_the_ceiling_comes_from_the_runs_own_transfer_and_prefill() -> None:
+    cell = figures_of(lines(chunk_bounded=[100, 100], fifo_first=[60, 60]))["c"]
+    assert (cell.transfer_ms, cell.prefill_ms) == (40.0, 10.0), "2 to 42 ms; the step of the ten new tokens"
+    assert cell.ceiling == pytest.approx(10 / 50)
+
+
+def test_a_line_that_came_twice_counts_once() -> None:
+    twice = [*lines(fifo_first=[50]), *lines(fifo_first=[70])]
+    assert figures_of(twice)["c"].arms["fifo_first"].ttft.value == 70
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"counters": {"loads_failed": 1}},
+        {"requests": [request(50, local_hit=16)]},
+        {"requests": [request(50, cached=0)]},
+        {"arm": "recompute"},
+    ],
+)
+def test_a_repeat_whose_hits_are_not_the_pools_is_flawed(more: dict[str, Any]) -> None:
+    assert not is_flawed(row("fifo_first", 0, 50.0))
+    assert is_flawed(row("fifo_first", 0, 50.0) | more)
+
+
+def answer(*tokens: tuple[int, float, int, float]) -> dict[str, Any]:
+    """(token, its log-probability, the runner-up, its) of each place."""
+    return {"tokens": [t for t, *_ in tokens], "top": [[[t, lp], [other, olp]] for t, lp, other, olp in tokens]}
+
+
+RIGHT = [answer((5, -0.1, 6, -0.15), (7, -0.2, 8, -3.0))]
+
+
+@pytest.mark.parametrize(
+    ("mine", "verdict"),
+    [
+        (answer((5, -0.11, 6, -0.14), (7, -0.2, 8, -3.0)), (1, 0, 0)),
+        (answer((6, -0.12, 5, -0.13), (9, -1.0, 8, -3.0)), (0, 1, 0)),
+        (answer((6, -0.12, 9, -0.13), (7, -0.2, 8, -3.0)), (0, 0, 1)),
+        (answer((5, -0.1, 6, -0.15), (8, -0.2, 7, -3.0)), (0, 0, 1)),
+        (answer((5, -0.5, 6, -0.6), (7, -0.2, 8, -3.0)), (0, 0, 1)),
+    ],
+    ids=["the same", "a near tie", "a token out of nowhere", "a clear change", "a probability that moved"],
+)
+def test_rounding_is_told_from_wrong_answers(mine: dict[str, Any], verdict: tuple[int, int, int]) -> None:
+    assert judge([mine], RIGHT, tolerance=0.1)[:3] == verdict
+
+
+def test_the_tolerance_is_four_times_what_company_alone_changes() -> None:
+    def verify(arm: str, *answers: dict[str, Any]) -> dict[str, Any]:
+        return {"kind": "verify", "cell": CELL, "arm": arm, "answers": answers}
+
+    moved = answer((5, -0.12, 6, -0.15), (7, -0.2, 8, -3.0))
+    rows = [verify("recompute_alone", *RIGHT), verify("recompute", moved), verify("early_read", *RIGHT)]
+    assert tolerance_of(rows) == {"c": pytest.approx(0.08)}
+    assert "| c | early_read | 1 | 0 | 0 |" in answers_table(rows)
+
+
+def test_the_table_says_what_is_not_shown_and_why() -> None:
+    cell = figures_of(lines(chunk_bounded=[100, 100, 120], fifo_first=[60, 60]))["c"]
+    text = table(cell)
+    assert "baseline drift 18.8%" in text
+    assert "not shown" in text
+    assert "ceiling of one request alone 20%" in text
+
+
+def test_the_summary_holds_the_figures_without_the_requests() -> None:
+    made = summary(lines(chunk_bounded=[100, 100], fifo_first=[60, 60]))
+    assert made["cells"]["c"]["changes"]["fifo_first"]["ttft"]["value"] == pytest.approx(-0.4)
+    assert "requests" not in made["cells"]["c"]
+
+
+# ---- what runs, and in which order
+
+
+def test_rounds_begin_with_the_baseline_and_the_cell_ends_with_it() -> None:
+    for group in GROUPS.values():
+        for cell in group.cells:
+            if BASELINE not in cell.arms:
+                continue
+            plan = rounds_of(cell, ARMS, seed=1)
+            assert plan[0] == (BASELINE, 0)
+            assert plan[-1] == (BASELINE, cell.repeats)
+            assert len(set(plan)) == len(plan)
+            for name in cell.arms:
+                wanted = ARMS[name].repeats or cell.repeats
+                assert sum(arm == name for arm, _ in plan) == min(wanted, cell.repeats) + (name == BASELINE)
+
+
+def test_every_cell_can_be_run_as_it_is_written() -> None:
+    for name, group in GROUPS.items():
+        for one in (group, shrunk(group)):
+            for cell in one.cells:
+                where = (name, cell.name)
+                assert all(hit % cell.chunk == 0 and hit <= one.document_tokens for hit, _ in cell.shapes), where
+                assert cell.requests > (0 if cell.rate_per_s else cell.concurrency), where
+                assert cell.concurrency * max(hit for hit, _ in cell.shapes) <= 700_000, where
+                assert one.documents > cell.concurrency + 1 or cell.requests <= one.documents, where
+                assert set(cell.arms) <= {*ARMS, "peer"}, where
+
+
+def test_a_second_call_skips_what_is_there_and_repeats_what_was_cut_short(tmp_path: Any) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        '{"kind": "engine", "group": "core"}\n'
+        '{"kind": "repeat", "group": "core", "cell": {"name": "c"}, "arm": "auto", "repeat": 2}\n'
+        '{"kind": "verify", "group": "core", "cell": {"name": "c"}, "arm": "sync"}\n'
+        '{"kind": "repeat", "group": "extra", "cell": {"name": "c"}, "arm": "auto", "repeat": 3}\n'
+        '{"kind": "repeat", "group": "core", "cell": {"na'
+    )
+    assert done_in(path, "core") == {("c", "auto", 2), ("c", "sync", -1)}
+    assert done_in(tmp_path / "none.jsonl", "core") == set()
+
+
+def test_an_arm_of_few_requests_still_has_some_that_count() -> None:
+    cell = Cell("c", concurrency=4, hit=256, new=8, requests=14)
+    assert ARMS["recompute"].requests_of(cell) == 8
+    assert ARMS["auto"].requests_of(cell) == 14
