@@ -122,7 +122,7 @@ def sweep(
         at_point = asked or list(study_strategies(device.profile.num_layers))
         device.check(point, (*OFF, *on_map, *at_point))
         rows = sorted({*_numbers(concurrencies, "concurrency", int), point.concurrency})
-        columns = _numbers(ratios, "ratio", float) if ratios else reachable_ratios(device, point.hit_tokens, 20)
+        columns = _numbers(ratios, "ratio", float) if ratios is not None else reachable_ratios(device, point.hit_tokens, 20)
         check_out(out, FILES)
         work = _estimate_s(len(rows) * len(columns) * len(on_map), sum(rows) * requests * repeats * len(at_point))
         how = _running(engine, workers, work)

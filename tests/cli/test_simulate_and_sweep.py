@@ -1,7 +1,10 @@
 """`lamella simulate` and `lamella sweep`: a table, a document, a picture, a verdict last; bad input is one sentence and
 2."""
 
+import csv
+import html
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -25,27 +28,42 @@ def refusal(*arguments: str) -> str:
     return result.stderr.strip().splitlines()[-1]
 
 
+QUICK = {
+    "simulate": ("--requests", "2"),
+    "sweep": ("--concurrencies", "1,2", "--concurrency", "2", "--ratios", "1,2", "--requests", "2", "--repeats", "2"),
+}
+
+
 def test_simulate_prints_a_row_a_strategy_and_ends_with_the_verdict(tmp_path: Path) -> None:
     printed = run("simulate", "--requests", "3", "--release", "first:2", "--out", str(tmp_path))
     for strategy in ("chunk-major", "recompute", "round_robin/1/first", "→ fifo/1/first:2"):
         assert strategy in printed
     assert printed.splitlines()[-1].startswith("Turn it on with fifo/1/first:2: mean TTFT -")
     document = json.loads((tmp_path / "simulate.json").read_text())
-    assert (document["schema_version"], document["kind"]) == (1, "lamella.simulate")
+    assert (document["schema_version"], document["kind"]) == (2, "lamella.simulate")
     assert document["regime"]["hit_tokens"] == 15_152
     assert document["regime"]["overlap_ceiling"] == pytest.approx(0.43, abs=0.01)
     assert document["verdict"] == printed.splitlines()[-1]
     assert {outcome["strategy"] for outcome in document["outcomes"]} >= {"chunk-major", "fifo/1/first:2"}
     assert document["profile"]["sources"][0]["measured"]
+    for assumption in document["assumptions"]:
+        assert f"Assumed: {assumption}." in printed
 
 
-def test_sweep_prints_a_map_and_ends_with_the_verdict(tmp_path: Path) -> None:
-    printed = run("sweep", "--concurrency", "4,1", "--ratios", "1.32,0.5,4", "--out", str(tmp_path))
+def test_sweep_prints_a_map_and_the_point_and_ends_with_what_to_do(tmp_path: Path) -> None:
+    arguments = ("--concurrency", "4", "--concurrencies", "4,1", "--ratios", "0.5,4")
+    printed = run("sweep", *arguments, "--requests", "4", "--repeats", "2", "--out", str(tmp_path))
     assert "6 regimes × 7 strategies by the recursion" in printed
     assert "1 of them again as discrete events: equal to the nanosecond" in printed
-    assert printed.splitlines()[-1].startswith("Turn it on with fifo/1/first")
+    assert "Break-even concurrency: fifo/1/first pays at every concurrency tried (1 .. 4)." in printed
+    last = printed.splitlines()[-1]
+    assert last.startswith("Turn it on: width 1, order fifo, release first: mean TTFT -")
     document = json.loads((tmp_path / "sweep.json").read_text())
-    assert (document["schema_version"], document["kind"]) == (1, "lamella.sweep")
+    assert (document["schema_version"], document["kind"]) == (2, "lamella.sweep")
+    assert document["answer"][-1] == last
+    assert document["recommended"]["strategy"] == "fifo/1/first"
+    assert document["recommended"]["turn_on"] is True
+    assert document["break_even"] == {"tried": [1, 4], "pays_at": [1, 4], "interleaving_pays_at": [1]}
     regimes = [(cell["concurrency"], round(cell["transfer_to_prefill"], 1)) for cell in document["cells"]]
     assert regimes == [(1, 0.5), (1, 1.3), (1, 4.0), (4, 0.5), (4, 1.3), (4, 4.0)]
     for cell in document["cells"]:
@@ -54,28 +72,105 @@ def test_sweep_prints_a_map_and_ends_with_the_verdict(tmp_path: Path) -> None:
         assert cell["hit_fraction"] == cell["hit_tokens"] / (cell["hit_tokens"] + cell["new_tokens"])
 
 
+def test_the_users_own_point_is_a_cell_of_the_map(tmp_path: Path) -> None:
+    run("sweep", *QUICK["sweep"][:-6], "--ratios", "0.5", "--new-tokens", "801", "--requests", "2", "--repeats", "1",
+        "--concurrency", "3", "--out", str(tmp_path))  # fmt: skip
+    document = json.loads((tmp_path / "sweep.json").read_text())
+    cells = {(cell["hit_tokens"], cell["new_tokens"], cell["concurrency"]) for cell in document["cells"]}
+    assert (15_152, 801, 3) in cells
+    assert (document["point"]["new_tokens"], document["point"]["concurrency"]) == (801, 3)
+
+
 def test_leave_it_off_is_an_answer(tmp_path: Path) -> None:
     arguments = ("--hit-tokens", "64", "--concurrency", "1", "--out", str(tmp_path))
-    assert run("sweep", *arguments).splitlines()[-1].startswith("Leave it off: in none of 20 regimes")
+    quick = ("--concurrencies", "1,2", "--requests", "2", "--repeats", "2")
+    printed = run("sweep", *arguments, *quick)
+    assert printed.splitlines()[-1].startswith("Leave it off (chunk-major): the best layerwise setting, ")
+    assert "pays at no concurrency tried (1 .. 2)" in printed
+    assert json.loads((tmp_path / "sweep.json").read_text())["recommended"]["turn_on"] is False
     assert run("simulate", *arguments).splitlines()[-1].startswith("Leave it off: fifo/1/first gives mean TTFT")
+
+
+def test_an_slo_gives_goodput(tmp_path: Path) -> None:
+    slo = ("--slo-ttft", "90ms", "--slo-tpot", "1s", "--out", str(tmp_path))
+    printed = run("sweep", *QUICK["sweep"], *slo)
+    (goodput,) = [line for line in printed.splitlines() if line.startswith("Goodput within the SLO: ")]
+    document = json.loads((tmp_path / "sweep.json").read_text())
+    assert document["slo"] == {"ttft_ns": 90_000_000, "tpot_ns": 1_000_000_000}
+    rates = document["recommended"]["goodput_per_s"]
+    assert f"{rates[document['recommended']['best_layerwise']]:.1f} requests/s" in goodput
+    run("simulate", *QUICK["simulate"], *slo)
+    outcomes = json.loads((tmp_path / "simulate.json").read_text())["outcomes"]
+    assert any(0 < outcome["slo_met"] < 1 for outcome in outcomes)
+    for outcome in outcomes:
+        assert outcome["goodput_per_s"] == pytest.approx(outcome["requests_per_s"] * outcome["slo_met"])
+
+
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_a_prompt_and_the_share_of_it_that_is_found_say_the_same_as_tokens(verb: str, tmp_path: Path) -> None:
+    said = run(verb, *QUICK[verb], "--prompt-tokens", "16k", "--hit", "90%", "--out", str(tmp_path / "a"))
+    assert "prompts of 16,000 tokens, 14,400 cached + 1,600 new (90% hit)" in said
+    run(verb, *QUICK[verb], "--hit-tokens", "14400", "--new-tokens", "1600", "--out", str(tmp_path / "b"))
+    first, second = (json.loads((tmp_path / folder / f"{verb}.json").read_text()) for folder in "ab")
+    assert first == second
+
+
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_a_link_and_a_gpu_that_were_not_measured_are_said_to_be_derived(verb: str, tmp_path: Path) -> None:
+    changed = ("--link", "pcie4", "--compute-speed", "0.5")
+    printed = run(verb, *QUICK[verb], *changed, "--out", str(tmp_path))
+    assert "Assumed: not measured, derived (link: PCIe 4 x16 by signalling rate, 0.5 × the measured link" in printed
+    assert "Assumed: not measured, derived (compute: every step time divided by 0.5)" in printed
+    document = json.loads((tmp_path / f"{verb}.json").read_text())
+    assert len(document["profile"]["derived"]) == 2
+    assert document["profile"]["name"] == "h200-llama-3.1-8b+pcie4+compute-0.5x"
 
 
 @pytest.mark.parametrize("verb", ["simulate", "sweep"])
 def test_the_same_seed_writes_the_same_bytes(verb: str, tmp_path: Path) -> None:
-    quick = ("--requests", "3") if verb == "simulate" else ("--concurrency", "2", "--ratios", "1")
-    documents = []
+    written = []
     for folder in ("one", "two"):
-        run(verb, *quick, "--seed", "7", "--out", str(tmp_path / folder))
-        documents.append((tmp_path / folder / f"{verb}.json").read_bytes())
-    assert documents[0] == documents[1]
+        run(verb, *QUICK[verb], "--seed", "7", "--out", str(tmp_path / folder))
+        written.append({path.name: path.read_bytes() for path in (tmp_path / folder).iterdir()})
+    assert written[0] == written[1]
+    run(verb, *QUICK[verb], "--seed", "8", "--out", str(tmp_path / "other"))
+    assert (tmp_path / "other" / f"{verb}.json").read_bytes() != written[0][f"{verb}.json"]
+
+
+def test_a_sweep_in_processes_or_resumed_writes_the_same_bytes(tmp_path: Path) -> None:
+    def sweep(folder: str, *more: str) -> bytes:
+        run("sweep", *QUICK["sweep"], *more, "--out", str(tmp_path / folder))
+        return (tmp_path / folder / "sweep.json").read_bytes()
+
+    plain = sweep("plain", "--engine", "serial")
+    journal = tmp_path / "journal"
+    assert sweep("processes", "--engine", "processes", "--workers", "2", "--journal", str(journal)) == plain
+    for name in ("map.jsonl", "point.jsonl"):
+        lines = (journal / name).read_bytes().splitlines(keepends=True)
+        (journal / name).write_bytes(b"".join(lines[: len(lines) // 2 + 1]))
+    assert sweep("resumed", "--journal", str(journal)) == plain
+    other = ("sweep", *QUICK["sweep"], "--seed", "9", "--journal", str(journal))
+    assert "the journal of another sweep" in refusal(*other, "--out", str(tmp_path / "refused"))
 
 
 @pytest.mark.parametrize("verb", ["simulate", "sweep"])
-def test_a_picture_is_written_where_matplotlib_is(verb: str, tmp_path: Path) -> None:
+def test_pictures_are_written_where_matplotlib_is_and_the_page_has_them_inside(verb: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")
-    quick = ("--requests", "2") if verb == "simulate" else ("--concurrency", "1,2", "--ratios", "1,2")
-    run(verb, *quick, "--out", str(tmp_path))
+    run(verb, *QUICK[verb], "--out", str(tmp_path))
     assert (tmp_path / f"{verb}.png").read_bytes().startswith(b"\x89PNG")
+    page = (tmp_path / f"{verb}.html").read_text()
+    assert page.count('src="data:image/png;base64,') == (2 if verb == "sweep" else 1)
+    document = json.loads((tmp_path / f"{verb}.json").read_text())
+    verdict = document["verdict"] if verb == "simulate" else document["answer"][-1]
+    assert html.escape(verdict) in page
+
+
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_the_page_needs_nothing_from_elsewhere(verb: str, tmp_path: Path) -> None:
+    run(verb, *QUICK[verb], "--out", str(tmp_path))
+    page = (tmp_path / f"{verb}.html").read_text()
+    assert [source for source in re.findall(r"(?:src|href)=\"([^\"]*)", page) if not source.startswith("data:")] == []
+    assert not re.search(r"<(?:script|link|iframe)|@import|url\(", page)
 
 
 @pytest.mark.parametrize("verb", ["simulate", "sweep"])
@@ -83,11 +178,43 @@ def test_without_matplotlib_it_says_how_to_get_it_and_goes_on(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    quick = ("--requests", "2") if verb == "simulate" else ("--concurrency", "1", "--ratios", "1")
-    result = CliRunner().invoke(build_app(), [verb, *quick, "--out", str(tmp_path)])
+    result = CliRunner().invoke(build_app(), [verb, *QUICK[verb], "--out", str(tmp_path)])
     assert result.exit_code == 0
     assert "No picture: pictures need matplotlib: pip install 'lamella[plot]'" in result.stderr
-    assert [path.name for path in tmp_path.iterdir()] == [f"{verb}.json"]
+    assert not list(tmp_path.glob("*.png"))
+    assert (tmp_path / f"{verb}.json").exists()
+    assert "No picture: pictures need matplotlib" in (tmp_path / f"{verb}.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--rate", "3"), "requests come at random, 3 a second on average"),
+        (("--think", "2s"), "users ask again as soon as they are answered, 2 s later"),
+        (
+            ("--turns", "3", "--think", "500ms"),
+            "users have conversations of 3 turns, 64 tokens a question, thinking 0.5 s",
+        ),
+    ],
+)
+def test_requests_come_as_asked(options: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    printed = run("simulate", "--requests", "4", *options, "--out", str(tmp_path))
+    assert f"Assumed: {said}" in printed
+    assert json.loads((tmp_path / "simulate.json").read_text())["arrivals"].startswith(said)
+
+
+def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -> None:
+    run("simulate", "--requests", "3", "--table", str(tmp_path / "all.csv"), "--out", str(tmp_path))
+    with (tmp_path / "all.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    document = json.loads((tmp_path / "simulate.json").read_text())
+    for outcome in document["outcomes"]:
+        mine = [row for row in rows if row["strategy"] == outcome["strategy"]]
+        assert len(mine) == 12
+        mean = sum(int(row["ttft_ns"]) for row in mine) / len(mine)
+        assert mean == pytest.approx(outcome["mean_ttft_ns"])
+    for row in rows:
+        assert sum(int(value) for name, value in row.items() if name.startswith("part_")) == int(row["ttft_ns"])
 
 
 @pytest.mark.parametrize(
@@ -105,8 +232,29 @@ def test_without_matplotlib_it_says_how_to_get_it_and_goes_on(
         (("simulate", "--profile", "nope"), "no profile 'nope'; shipped: h200-llama-3.1-8b"),
         (("sweep", "--hit-tokens", "0"), "hit_tokens must be at least 1, got 0"),
         (("sweep", "--hit-tokens", "200000"), "does not cover 200,000 cached"),
-        (("sweep", "--concurrency", "1,x"), "each concurrency must be a number, got 'x'"),
-        (("sweep", "--concurrency", "0"), "each concurrency must be positive, got 0"),
+        (("sweep", "--concurrencies", "1,x"), "each concurrency must be a number, got 'x'"),
+        (("sweep", "--concurrencies", "0"), "each concurrency must be positive, got 0"),
+        (("sweep", "--concurrency", "0"), "concurrency must be at least 1, got 0"),
+        (("sweep", "--ratios", ""), "each ratio must be a number, got ''"),
+        (("sweep", "--repeats", "0"), "repeats and requests must be at least 1, got 0"),
+        (("sweep", "--seed", "-1"), "seed must be at least 0, got -1"),
+        (("sweep", "--engine", "cluster"), "engine must be one of auto, serial, processes, ray; got 'cluster'"),
+        (("sweep", "--workers", "0"), "workers must be at least 1, got 0"),
+        (("sweep", "--strategy", "round_robin/1/first"), "a study needs a layerwise strategy besides interleaving"),
+        (("sweep", "--prompt-tokens", "16k"), "--prompt-tokens and --hit go together"),
+        (("sweep", "--hit", "90%"), "--prompt-tokens and --hit go together"),
+        (("sweep", "--prompt-tokens", "16x", "--hit", "90%"), "prompt_tokens must be a whole number of tokens"),
+        (("sweep", "--prompt-tokens", "16k", "--hit", "100%"), "hit must be a share between 0 and 1"),
+        (("sweep", "--prompt-tokens", "16", "--hit", "90%"), "is not one block of 16"),
+        (("sweep", "--prompt-tokens", "16k", "--hit", "90%", "--hit-tokens", "5"), "not both"),
+        (("sweep", "--link", "pcie9"), "a link is one of pcie3, pcie4, pcie5, pcie6, such as pcie4 or pcie4x8"),
+        (("sweep", "--compute-speed", "0"), "compute speed must be between 0.01 and 100"),
+        (("sweep", "--slo-ttft", "fast"), "a time is a positive number with us, ms or s, such as 200ms, got 'fast'"),
+        (("simulate", "--rate", "0"), "a rate must be between 0.001 and 100,000 requests a second, got 0"),
+        (("simulate", "--rate", "2", "--turns", "2"), "give one of them"),
+        (("simulate", "--turns", "0"), "turns must be at least 1, got 0"),
+        (("simulate", "--turns", "3000"), "does not cover"),
+        (("simulate", "--table", "requests.xlsx"), "requests are written as .csv or .parquet, got requests.xlsx"),
         (("sweep", "--concurrency", "500"), "500 requests at once"),
         (("sweep", "--ratios", "100"), "no number of new tokens over 15,152 cached ones gives T/P = 100"),
         (("sweep", "--ratios", "nan"), "each ratio must be positive, got nan"),
