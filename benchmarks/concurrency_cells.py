@@ -59,6 +59,8 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("sync", {"use_layerwise": True}, repeats=4),
         Arm("auto", {"layers_per_slice": "auto"}),
         Arm("early_read", _layerwise(), repeats=1, obeys_waits=False),
+        Arm("peer_offloading", {}),
+        Arm("peer_simple", {}),
     )
 }
 """A cell's width is put in where an arm says nothing about `layers_per_slice`."""
@@ -146,7 +148,7 @@ class Group:
     @property
     def pool_bytes(self) -> int:
         """Host memory for the documents and what a run stores beside them, at 128 KiB a token."""
-        spare = 40_960 if any(cell.stores for cell in self.cells) else 4_096
+        spare = 131_072 if any(cell.stores for cell in self.cells) else 4_096
         return (self.documents * self.document_tokens + spare) * 131_072
 
 
@@ -181,9 +183,13 @@ _STEPS_OF_THE_FINDING: Final = (
     "chunk_bounded", "fifo_whole", "fifo_first", "fifo_deep_first", "interleaved_first", "interleaved_deep_first",
     "sync", "fifo_value",
 )  # fmt: skip
-_PEER_CELLS: Final = tuple(
-    dataclasses.replace(cell, arms=("peer",), repeats=5) for cell in (_CORE[0], _CORE[1], _CORE[2])
-)
+
+
+def _peer(arm: str, connector: str) -> Group:
+    """The three middle cells by one of vLLM's own connectors, which store whatever they see."""
+    cells = tuple(dataclasses.replace(cell, arms=(arm,), stores=True) for cell in _CORE[:3])
+    return Group(cells, peer=connector)
+
 
 GROUPS: Final[dict[str, Group]] = {
     "core": Group(_CORE),
@@ -205,6 +211,7 @@ GROUPS: Final[dict[str, Group]] = {
             ),
             _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, arms=_FEW, requests=8, repeats=3),
             _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, arms=_FEW, repeats=4),
+            _named(_MIDDLE, "stores", stores=True, arms=_FEW, repeats=4),
             _named(_MIDDLE, "misses", miss_every=2, stores=True, arms=_FEW, repeats=4),
             _named(_MIDDLE, "width8", width=8, arms=_FEW, repeats=3),
             _named(_MIDDLE, "width32", width=32, arms=_FEW, repeats=3),
@@ -234,9 +241,11 @@ GROUPS: Final[dict[str, Group]] = {
         document_tokens=65_536,
     ),
     "no_prefix_caching": Group(
-        (dataclasses.replace(_MIDDLE, arms=_FEW), dataclasses.replace(_CORE[1], arms=_FEW)), prefix_caching=False
+        tuple(_named(cell, "no_prefix_caching", arms=_FEW) for cell in _CORE[:2]), prefix_caching=False
     ),
-    "full_graphs": Group(tuple(dataclasses.replace(cell, arms=WAIT_FREE_ARMS) for cell in _CORE[:3]), full_graphs=True),
-    "peer_offloading": Group(_PEER_CELLS, peer="OffloadingConnector"),
-    "peer_simple": Group(_PEER_CELLS, peer="SimpleCPUOffloadConnector"),
+    "full_graphs": Group(
+        tuple(_named(cell, "full_graphs", arms=WAIT_FREE_ARMS) for cell in _CORE[:3]), full_graphs=True
+    ),
+    "peer_offloading": _peer("peer_offloading", "OffloadingConnector"),
+    "peer_simple": _peer("peer_simple", "SimpleCPUOffloadConnector"),
 }

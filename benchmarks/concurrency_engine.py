@@ -113,6 +113,8 @@ class ConcurrencyEngine:
             "max_num_seqs": 64,
             "enforce_eager": False,
         }
+        if self.peer is not None:
+            options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}  # as the waits of the other arms want it
         if self.tiny:
             sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
             from with_vllm.tiny_llama import write_tiny_llama
@@ -261,8 +263,11 @@ class ConcurrencyEngine:
         return range(3, 500) if self.tiny else range(1000, 100_000)
 
     def requests(self, cell: Cell, tag: str) -> list[Request]:
-        """The cell's requests: the same tokens for every arm and repeat, and names of their own by `tag`."""
-        rng = random.Random(f"{_SEED} {cell.name}")
+        """The cell's requests: the same tokens for every arm and repeat, and names of their own by `tag`.
+
+        A peer keeps what it has seen, so it gets new tokens of their own in each repeat.
+        """
+        rng = random.Random(f"{_SEED} {cell.name} {tag if self.peer else ''}")
         made, at_s = [], 0.0
         for number in range(cell.requests):
             hit, new = cell.shapes[number % len(cell.shapes)]

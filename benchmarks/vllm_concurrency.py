@@ -312,8 +312,6 @@ def main() -> int:
     begin = time.perf_counter()
     asked = parse()
     group, arms = GROUPS[asked.cells], dict(ARMS)
-    if group.peer is not None:
-        arms["peer"] = Arm("peer", {})
     for text in asked.arm:
         name, _equals, settings = text.partition("=")
         arms[name] = Arm(name, json.loads(settings))

@@ -173,7 +173,15 @@ def test_every_cell_can_be_run_as_it_is_written() -> None:
                 assert cell.requests > (0 if cell.rate_per_s else cell.concurrency), where
                 assert cell.concurrency * max(hit for hit, _ in cell.shapes) <= 700_000, where
                 assert one.documents > cell.concurrency + 1 or cell.requests <= one.documents, where
-                assert set(cell.arms) <= {*ARMS, "peer"}, where
+                assert set(cell.arms) <= set(ARMS), where
+
+
+def test_cells_of_several_groups_share_a_name_only_where_no_arm_is_in_both() -> None:
+    seen: set[tuple[str, str]] = set()
+    for group in GROUPS.values():
+        mine = {(cell.name, arm) for cell in group.cells for arm in cell.arms}
+        assert not mine & seen
+        seen |= mine
 
 
 def test_a_second_call_skips_what_is_there_and_repeats_what_was_cut_short(tmp_path: Any) -> None:
