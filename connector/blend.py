@@ -51,7 +51,7 @@ class BlendModel(Protocol):
     def project(
         self, layer: int, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Queries `[tokens, heads, D]`, keys and values `[tokens, H, D]`; keys and queries turned by their positions."""
+        """Queries `[tokens, heads, D]`, keys and values `[tokens, H, D]`; the first two turned by their positions."""
         ...
 
     def attend(
@@ -183,7 +183,6 @@ class Blender:
             for layer in range(connector.num_layers)
         ]
 
-    @torch.no_grad()
     def blend(
         self,
         tokens: Sequence[int],
@@ -207,7 +206,7 @@ class Blender:
                 rotation do not give. The blocks hold any mixture then.
             BlendError: a layer was lost on its way; the blocks hold any mixture.
         """
-        with BlendLayers(self._cache_engine, tokens, reuses, block_ids, tenant=tenant) as loading:
+        with torch.no_grad(), BlendLayers(self._cache_engine, tokens, reuses, block_ids, tenant=tenant) as loading:
             plan = loading.plan
             active = _Active.of(plan, with_optional=self.ratio.kept(0, 1) > 0, device=self._device)
             num_optional = int(plan.optional.sum())

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, closing
 
+import numpy as np
+
 from lamella.connector.blend_plan import BlendPlan, Reuse, check_reuses, plan_blend
 from lamella.connector.buffered import BufferedConnector, BufferedPass, PlacedLoad
 from lamella.connector.cache_engine import CacheEngine, Wanted, let_go, tokens_of
@@ -49,8 +51,8 @@ class BlendLayers:
         check_reuses(tokens, reuses)
         if len(tokens) > connector.max_tokens:
             raise ValueError(f"a buffer holds {connector.max_tokens} tokens, got {len(tokens)}: raise blend_tokens")
-        self._blocks = Blocks((block_ids,), len(tokens))
-        connector.check(self._blocks, Direction.RETRIEVE)
+        connector.check(Blocks((block_ids,), len(tokens)), Direction.RETRIEVE)
+        self._blocks = Blocks((np.asarray(block_ids, dtype=np.int32),), len(tokens))
         self._engine = cache_engine
         self._connector = connector
         self._held: list[HeldPrefix] = []
@@ -91,7 +93,7 @@ class BlendLayers:
         ahead: list[LayerFuture] = []
         with ExitStack() as ending:
             passing = ending.enter_context(closing(connector.batched_blend(one)))
-            ending.callback(lambda: [_drop(future) for future in ahead])
+            ending.callback(lambda: _drop(ahead))
             next(passing)
             ahead = [next(futures) for futures in coming]
             for layer in range(self.num_layers + 1):
@@ -145,6 +147,8 @@ def connector_of(cache_engine: CacheEngine) -> BufferedConnector:
     return cache_engine.connector
 
 
-def _drop(future: LayerFuture) -> None:
-    if not future.cancel():
-        future.add_done_callback(let_go)
+def _drop(futures: Sequence[LayerFuture]) -> None:
+    """What was asked for and not sent on is not read, or released once it was."""
+    for future in futures:
+        if not future.cancel():
+            future.add_done_callback(let_go)

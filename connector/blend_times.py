@@ -55,7 +55,7 @@ class LayerTimer:
         if not self._is_cuda:
             return int(moment)
         moment.synchronize()
-        return self._zero_ns + round(1e6 * self._zero.elapsed_time(moment))
+        return self._zero_ns + int(1e6 * self._zero.elapsed_time(moment))
 
     @staticmethod
     def _event() -> Any:

@@ -22,6 +22,9 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Final
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lamella.connector.in_flight import Load, Moving, drain
 from lamella.connector.layerwise import LayerFuture, LayerwiseConnector
 from lamella.connector.slice_objects import slice_engines, slice_layout
@@ -55,6 +58,8 @@ class PlacedLoad(Load):
     def __init__(self, num_tokens: int, skip_tokens: int, num_chunks: int, offset: int) -> None:
         super().__init__(Blocks((), num_tokens, skip_tokens), num_chunks)
         self.offset = offset
+        self.table: NDArray[np.int32] | None = None
+        """Where it goes in the buffers, once that is known."""
 
 
 class BufferedPass:
@@ -284,10 +289,15 @@ class BufferedConnector(LayerwiseConnector):
 
     def _destination(self, load: Load) -> Blocks:
         """Row by row in order; a table's entries for skipped tokens are never looked at."""
-        block_tokens = self.layout.groups[0].block_tokens
-        first = (self._margin + _offset(load)) // block_tokens
-        table = range(first, first + -(-load.blocks.num_tokens // block_tokens))
-        return load.blocks._replace(block_ids=([max(block, 0) for block in table],))
+        table = load.table if isinstance(load, PlacedLoad) else None
+        if table is None:
+            block_tokens = self.layout.groups[0].block_tokens
+            first = (self._margin + _offset(load)) // block_tokens
+            blocks = np.arange(first, first + -(-load.blocks.num_tokens // block_tokens), dtype=np.int32)
+            table = np.maximum(blocks, 0)
+            if isinstance(load, PlacedLoad):
+                load.table = table
+        return load.blocks._replace(block_ids=(table,))
 
     # ---- where layers go from there
 

@@ -12,6 +12,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lamella.cuda_ext.arrival import Fence
 from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.executors import HostObjects
@@ -111,7 +114,7 @@ class Outstanding:
 class Blocks(NamedTuple):
     """Tokens `[skip_tokens, num_tokens)` of a sequence in the engine: `block_ids` as in `TransferRequest`."""
 
-    block_ids: tuple[Sequence[int], ...]
+    block_ids: tuple[Sequence[int] | NDArray[np.int32], ...]
     num_tokens: int
     skip_tokens: int = 0
 

@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lamella.cuda_ext import _engine_library as abi
 from lamella.cuda_ext._execution import HostObjects
@@ -159,7 +160,7 @@ class TransferEngine:
         self,
         cache: RegisteredCache,
         objects: HostObjects,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: Sequence[Sequence[int] | NDArray[np.int32]],
         num_tokens: int,
         **options: Any,
     ) -> Transfer:
@@ -170,7 +171,7 @@ class TransferEngine:
         self,
         cache: RegisteredCache,
         objects: HostObjects,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: Sequence[Sequence[int] | NDArray[np.int32]],
         num_tokens: int,
         **options: Any,
     ) -> Transfer:
@@ -182,7 +183,7 @@ class TransferEngine:
         cache: RegisteredCache,
         direction: Direction,
         objects: HostObjects,
-        block_ids: Sequence[Sequence[int]],
+        block_ids: Sequence[Sequence[int] | NDArray[np.int32]],
         num_tokens: int,
         *,
         width: int | Sequence[int] = 1,

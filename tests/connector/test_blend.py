@@ -192,8 +192,8 @@ def test_the_mean_deviation_falls_with_every_step_of_the_ratio() -> None:
 def test_the_tokens_that_deviate_most_are_worth_more_than_as_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens, reuses = CASES["a gap before, between and behind"]
     apart_by = {True: 0.0, False: 0.0}
+    topk = torch.Tensor.topk
     for largest in apart_by:
-        topk = torch.Tensor.topk
         if not largest:
             monkeypatch.setattr(torch.Tensor, "topk", lambda self, k, **rest: topk(self, k, largest=False, **rest))
         for seed in range(6):
@@ -308,8 +308,8 @@ def test_a_layer_that_is_lost_ends_the_blend_and_the_next_one_works() -> None:
         run.pool.discard(run.cache_engine.keys_of(ONE)[2:])
         blender, blocks = run.blender(ratio=0.3), list(range(20))
 
-        def lose(layer: int) -> None:
-            run.tier.down = layer == 1
+        def lose(layer: int) -> None:  # reading layer 3 begins after this
+            run.tier.down = True
 
         run.model.at_layer = lose
         with pytest.raises(BlendError, match=r"memory cannot read .*; compute the sequence without reuse"):
