@@ -87,6 +87,8 @@ class ConcurrencyEngine:
         self._ballast: list[Any] = []
         self._settles = 0
         self._filled: dict[int, set[int]] = {}
+        self._arm = ""
+        self._learned: dict[str, Any] = {}
         self._top: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
         self.switch_ms = 0.0
@@ -213,6 +215,7 @@ class ConcurrencyEngine:
             side.index, side._num_slots = old.index, old._num_slots
         else:
             self._filled.clear()
+        self._keep_learned(old, side, arm)
         if arm is not None:
             if not cell.stores:
                 side._store = lambda one: []  # type: ignore[method-assign]
@@ -225,6 +228,14 @@ class ConcurrencyEngine:
         scheduler_end.__dict__.update(scheduler.__dict__)
         self.probe.attach(worker_end, side)
         self.switch_ms = 1e3 * (time.perf_counter() - begin)
+
+    def _keep_learned(self, old: Any, new: Any, arm: Arm | None) -> None:
+        """What an arm that corrects its profile has observed goes on to its next repeat, as in an engine that stays."""
+        if getattr(old, "_auto", None) is not None:
+            self._learned[self._arm] = old._auto.correction
+        self._arm = "" if arm is None else arm.name
+        if getattr(new, "_auto", None) is not None and self._arm in self._learned:
+            new._auto.correction = self._learned[self._arm]
 
     def _config_of(self, settings: Mapping[str, Any], cell: Cell, fills: bool) -> Any:
         extra = {**BASE_SETTINGS, "chunk_tokens": cell.chunk, "layers_per_slice": cell.width, **settings}
@@ -464,6 +475,15 @@ class ConcurrencyEngine:
 
         worker, side = get_kv_transfer_group().worker, self._scheduler.connector.scheduler
         return {**side.metrics._total, **worker.metrics._total}
+
+    def durations(self) -> dict[str, list[int]]:
+        """What both sides timed since the arm began: observations, total and longest ns."""
+        if self.peer is not None:
+            return {}
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        worker, side = get_kv_transfer_group().worker, self._scheduler.connector.scheduler
+        return {name: list(times) for book in (side.metrics, worker.metrics) for name, times in book._times.items()}
 
     def peak_in_flight_bytes(self) -> int:
         """The most bytes that were enqueued at the device since the arm began."""

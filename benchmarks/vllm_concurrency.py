@@ -150,7 +150,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
             served, times = while_others_decode(engine, others, engine.abort, measured)
         else:
             served = measured(engine)
-        counters, peak = engine.counters(), engine.peak_in_flight_bytes()
+        counters, durations, peak = engine.counters(), engine.durations(), engine.peak_in_flight_bytes()
     finally:
         gc.enable()
     begin_ns = min(one.arrival_ns for one in served)
@@ -181,6 +181,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
             [round((at_ns - begin_ns) / 1e3) for at_ns in seen if at_ns <= end_ns] for seen in times.values()
         ],
         "counters": counters,
+        "durations": durations,
     }
 
 

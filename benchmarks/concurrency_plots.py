@@ -1,0 +1,95 @@
+"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, and what the tokens after the first pay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from concurrency_figures import CellFigures
+
+_COLOURS: Final = {
+    "chunk_bounded": "#888888",
+    "chunk_deep": "#bbbbbb",
+    "interleaved_first": "#c0392b",
+    "fifo_first": "#1f77b4",
+    "fifo_jit": "#17a2b8",
+    "shortest_first": "#6f42c1",
+    "sync": "#e0a800",
+    "auto": "#2ca02c",
+}
+
+
+def draw(cells: Mapping[str, CellFigures], folder: Path) -> list[Path]:
+    """Both pictures are in the folder; returns their paths.
+
+    Raises:
+        ImportError: matplotlib is missing: pip install 'lamella[plot]'.
+    """
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "concurrency", "font.size": 8})  # the same bytes each time
+    import matplotlib.pyplot as plt
+
+    folder.mkdir(parents=True, exist_ok=True)
+    return [_changes(plt, cells, folder / "ttft-change.svg"), _trade(plt, cells, folder / "ttft-and-tpot.svg")]
+
+
+def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
+    arms = [name for name in _COLOURS if any(name in cell.arms for cell in cells.values())]
+    figure, axes = plt.subplots(figsize=(8, 0.6 + 0.55 * len(cells)), layout="constrained")
+    height = 0.85 / max(1, len(arms))
+    for place, cell in enumerate(cells.values()):
+        for index, name in enumerate(arms):
+            if name not in cell.arms or name == cell.baseline:
+                continue
+            change = cell.change(name)
+            axes.barh(
+                place + (index - (len(arms) - 1) / 2) * height,
+                100 * change.value,
+                height,
+                xerr=200 * change.error if change.error < 1 else None,
+                color=_COLOURS[name],
+                alpha=1.0 if change.shown else 0.35,
+                label=name if place == 0 else None,
+            )
+        if cell.ceiling is not None and cell.cell["concurrency"] == 1:
+            axes.plot([-100 * cell.ceiling] * 2, [place - 0.45, place + 0.45], "k--", lw=0.8)
+    axes.axvline(0, color="black", lw=0.6)
+    axes.set_yticks(range(len(cells)), list(cells))
+    axes.invert_yaxis()
+    axes.set_xlabel("change of the mean time to first token, % (bars: two standard errors; pale: not shown)")
+    axes.legend(fontsize=7, loc="best")
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def _trade(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
+    figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
+    seen: set[str] = set()
+    for cell in cells.values():
+        base = cell.arms[cell.baseline]
+        for name, colour in _COLOURS.items():
+            if name not in cell.arms or name == cell.baseline or not base.tpot.value:
+                continue
+            arm = cell.arms[name]
+            axes.scatter(
+                100 * (arm.ttft.value / base.ttft.value - 1),
+                100 * (arm.tpot.value / base.tpot.value - 1),
+                s=6 + 5 * cell.cell["concurrency"],
+                color=colour,
+                label=None if name in seen else name,
+            )
+            seen.add(name)
+    axes.axvline(0, color="black", lw=0.6)
+    axes.axhline(0, color="black", lw=0.6)
+    axes.set_xlabel("change of the mean time to first token, %")
+    axes.set_ylabel("change of the time per token after it, %")
+    axes.set_title("larger dots: more requests at once", fontsize=8)
+    if seen:
+        axes.legend(fontsize=7)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
