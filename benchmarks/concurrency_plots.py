@@ -1,4 +1,4 @@
-"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, and what the tokens after the first pay."""
+"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, and what later tokens pay for it."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
     arms = [name for name in _COLOURS if any(name in cell.arms for cell in cells.values())]
     figure, axes = plt.subplots(figsize=(8, 0.6 + 0.55 * len(cells)), layout="constrained")
     height = 0.85 / max(1, len(arms))
+    named: set[str] = set()
     for place, cell in enumerate(cells.values()):
         for index, name in enumerate(arms):
             if name not in cell.arms or name == cell.baseline:
@@ -52,8 +53,9 @@ def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
                 xerr=200 * change.error if change.error < 1 else None,
                 color=_COLOURS[name],
                 alpha=1.0 if change.shown else 0.35,
-                label=name if place == 0 else None,
+                label=None if name in named else name,
             )
+            named.add(name)
         if cell.ceiling is not None and cell.cell["concurrency"] == 1:
             axes.plot([-100 * cell.ceiling] * 2, [place - 0.45, place + 0.45], "k--", lw=0.8)
     axes.axvline(0, color="black", lw=0.6)
