@@ -54,10 +54,15 @@ def record_world(world: World, system: str, strategy: str, num_layers: int, note
 
 def _request(record: RequestRecord, landed: dict[tuple[int, int], int]) -> RequestSpan:
     landings: list[Landing] = []
-    layer = 0
-    for part, width in enumerate(record.slice_layers):
-        landings.append(Landing(layer, width, landed[record.sequence, part]))
-        layer += width
+    layer, before = 0, record.submitted_ns
+    if not record.failure:  # what a failed load brought was thrown away
+        for part, width in enumerate(record.slice_layers):
+            # Slices land in order: one that is late holds up those behind it.
+            before = max(before, landed[record.sequence, part])
+            if part + 1 == len(record.slice_layers):
+                before = max(before, record.all_landed_ns)
+            landings.append(Landing(layer, width, before))
+            layer += width
     return RequestSpan(
         record.sequence,
         record.cached_tokens,
