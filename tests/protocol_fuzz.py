@@ -140,8 +140,8 @@ LENGTH_BYTES = (0x90, 0x9F, 0xC4, 0xC6, 0xD9, 0xDB, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF
 FRAMES_AT_ONCE = 200
 
 
-def fuzz(seconds: float, folder: Path) -> Counter[str]:
-    """Frames are sent to a server's rules for so long; how many, by what became of them.
+def fuzz(folder: Path, *, seconds: float = 1e9, examples: int = 10**9) -> Counter[str]:
+    """Frames are sent to a server's rules, for so long or so many times 200; how many, by what became of them.
 
     Raises:
         AssertionError: slots went lost, or an answer was neither the protocol's nor a refusal.
@@ -150,7 +150,8 @@ def fuzz(seconds: float, folder: Path) -> Counter[str]:
     deadline = time.monotonic() + seconds
 
     @settings(
-        max_examples=10**9,
+        max_examples=examples,
+        derandomize=examples < 10**9,
         database=None,
         deadline=None,
         phases=[Phase.generate],
@@ -198,5 +199,5 @@ def _answered(bench: Bench, frames: list[bytes]) -> str:
 if __name__ == "__main__":
     logging.disable()
     with tempfile.TemporaryDirectory() as made:
-        for outcome, count in fuzz(float(sys.argv[1]), Path(made)).most_common():
+        for outcome, count in fuzz(Path(made), seconds=float(sys.argv[1])).most_common():
             print(f"{count:9d}  {outcome}")
