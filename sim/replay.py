@@ -82,15 +82,44 @@ def run_arm(
     loader = _Loader(device, strategy, width)
     tally = Tally(loader.alone_ns)
     for instance in range(routing.num_instances):
-        mine = [request for request in routing.requests if request.instance == instance]
-        world = World(
-            device.compute(strategy), strategy.order, strategy.release, device.settings(), on_finish=on_finish
-        )
-        for request in mine:
-            world.arrive_at(request.arrival_ns, loader.request(request))
-        world.run()
+        mine, world = _serve(loader, routing, instance, on_finish, keep=False)
         tally.add(world, mine)
     return tally.result(loader.name)
+
+
+def record_instance(
+    strategy: Strategy, routing: Routing, device: Device, instance: int, width: int | None = None
+) -> World:
+    """The world of one instance after it has served its part, with all that a recording needs kept.
+
+    Raises:
+        ValueError: a width outside 1 .. layers, or no such instance.
+    """
+    if not 0 <= instance < routing.num_instances:
+        raise ValueError(f"instance must be between 0 and {routing.num_instances - 1}, got {instance}")
+    return _serve(_Loader(device, strategy, width), routing, instance, None, keep=True)[1]
+
+
+def name_arm(strategy: Strategy, device: Device, width: int | None = None) -> str:
+    """The name that an arm of that strategy has in a result."""
+    return _Loader(device, strategy, width).name
+
+
+def _serve(
+    loader: _Loader,
+    routing: Routing,
+    instance: int,
+    on_finish: Callable[[RequestRecord], object] | None,
+    *,
+    keep: bool,
+) -> tuple[list[RoutedRequest], World]:
+    """An instance's requests, and its world after it has served them."""
+    mine = [request for request in routing.requests if request.instance == instance]
+    world = loader.world(on_finish, keep=keep)
+    for request in mine:
+        world.arrive_at(request.arrival_ns, loader.request(request))
+    world.run()
+    return mine, world
 
 
 class _Loader:
@@ -106,6 +135,19 @@ class _Loader:
         self.name = str(strategy)
         if strategy.layerwise:
             self.name = f"{strategy.order.name}/{'auto' if width is None else width}/{strategy.release}"
+
+    def world(self, on_finish: Callable[[RequestRecord], object] | None, *, keep: bool) -> World:
+        """An instance of the strategy, nothing in it yet."""
+        device, strategy = self._device, self._strategy
+        return World(
+            device.compute(strategy),
+            strategy.order,
+            strategy.release,
+            device.settings(),
+            on_finish=on_finish,
+            keep_steps=keep,
+            keep_slices=keep,
+        )
 
     def alone_ns(self, routed: RoutedRequest) -> int:
         """What the request's time to first token would be on an idle instance, without overlap."""
