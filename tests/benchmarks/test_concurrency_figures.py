@@ -81,6 +81,12 @@ def test_the_ceiling_comes_from_the_runs_own_transfer_and_prefill() -> None:
     assert cell.ceiling == pytest.approx(10 / 50)
 
 
+def test_the_transfer_is_the_shortest_load_because_others_shared_the_link() -> None:
+    shared = row("chunk_bounded", 0, 100.0)
+    shared["requests"][1]["landed_us"] = [30_000, 82_000]
+    assert figures_of([shared])["c"].transfer_ms == 40.0
+
+
 def test_a_line_that_came_twice_counts_once() -> None:
     twice = [*lines(fifo_first=[50]), *lines(fifo_first=[70])]
     assert figures_of(twice)["c"].arms["fifo_first"].ttft.value == 70
