@@ -10,28 +10,32 @@ The protocol is the paged connector's, with one addition: the generator is to be
 recompute, because what follows the last yield scatters the last layer.
 
 Rows of a buffer are the sequence's tokens in order. A load goes straight into them, by copies alone: no kernel takes
-the recompute's multiprocessors, and chunks may begin at any row. Scatters have a lane of their own, since one that
-waits for its layer's recompute would hold up the loads behind it.
+the recompute's multiprocessors, and chunks may begin at any row. Scatters have a lane of their own, so that none queues
+behind a load, and are submitted once their layer's recompute has ended: a lane that looks in vain for what waits behind
+a fence looks ever more rarely, and the next load needs that buffer at once.
 
 Source: CacheBlend's use of the layerwise path (Yao et al., EuroSys 2025), as LMCache's buffered connector arranges it.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lamella.connector.in_flight import Load, Moving, drain
+from lamella.connector.in_flight import Bound, Load, Moving, drain
 from lamella.connector.layerwise import LayerFuture, LayerwiseConnector
 from lamella.connector.slice_objects import slice_engines, slice_layout
-from lamella.connector.streams import Blocks, ComputeStream, TransferStream
+from lamella.connector.streams import Blocks, ComputeStream, Moment, TransferStream
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.executors import HostObjects
+from lamella.cuda_ext.rates import H200_RATES
 from lamella.cuda_ext.slots import SlotMemory
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
 from lamella.reference.geometry import KVGeometry, ObjectForm
@@ -44,6 +48,10 @@ NUM_BUFFERS: Final = 3
 
 SCATTER_WINDOW_BYTES: Final = 8 << 20
 """Moved by one kernel. The lane reserves four of them on the device, as every lane does, and uses none."""
+
+_MEMORY_BYTES_PER_S: Final = 1e12  # within a device; from it the lane reckons when to look
+_SCATTERS_IN_FLIGHT_BYTES: Final = 1 << 30  # a layer's windows are all enqueued at once
+_POLL_S: Final = 20e-6
 
 
 class PlacedLoad(Load):
@@ -73,6 +81,8 @@ class BufferedPass:
     def __init__(self, loads: Sequence[Load], rows: Callable[[], Blocks]) -> None:
         self.loads = tuple(loads)
         self.rows = rows
+        self.computed: list[Moment] = []
+        """When each layer's recompute ends."""
         self.scattered: list[Moving] = []
         self._reason: str | None = None
 
@@ -213,19 +223,21 @@ class BufferedConnector(LayerwiseConnector):
         try:
             for layer in range(self.num_layers):
                 futures = yield
+                self._computed_up_to(one, layer - 1)
                 if layer >= NUM_BUFFERS:
+                    self._scatter(one, through=layer - NUM_BUFFERS)
                     self._wait(one, layer - NUM_BUFFERS, on_host=True)
                 for load, future in zip(one.loads, futures, strict=True):
                     self._send(load, Slice(layer, 1), future, begun)
                 self._hold_back(layer - 1)
-                if layer >= 2:
-                    self._scatter(one, layer - 2)
+                self._scatter(one)
             yield
+            self._computed_up_to(one, self.num_layers - 1)
             self._hold_back(self.num_layers - 1)
-            if self.num_layers >= 2:
-                self._scatter(one, self.num_layers - 2)
+            self._scatter(one)
             yield
-            self._scatter(one, self.num_layers - 1)
+            self._computed_up_to(one, self.num_layers)
+            self._scatter(one, through=self.num_layers - 1)
             for layer in range(self.num_layers):
                 self._wait(one, layer, on_host=False)
             ended = True
@@ -301,12 +313,27 @@ class BufferedConnector(LayerwiseConnector):
 
     # ---- where layers go from there
 
-    def _scatter(self, one: BufferedPass, layer: int) -> None:
-        """The layer, recomputed by now, on its way from its buffer to the blocks."""
-        self.scatter_stream.wait_stream(self.current_stream)
-        objects = HostObjects((self._buffer(layer),))
-        transfer = self.scatter_stream.submit(self._targets[layer], Slice(0, 1), objects, one.rows(), lambda: None)
-        one.scattered.append(Moving(Slice(layer, 1), 0, transfer, 0))
+    def _computed_up_to(self, one: BufferedPass, layers: int) -> None:
+        """That many layers have been given to the compute stream."""
+        if len(one.computed) < layers:
+            one.computed.append(self.current_stream.record())
+
+    def _scatter(self, one: BufferedPass, *, through: int = -1) -> None:
+        """Layers whose recompute has ended go from their buffers to the blocks; as far as `through` it is waited for."""
+        for layer in range(len(one.scattered), len(one.computed)):
+            moment = one.computed[layer]
+            bound = Bound(self.timeout_s)
+            while not moment.has_passed():
+                if layer > through:
+                    return
+                if not bound.left_s:
+                    break  # behind its fence it is waited for once more, and fails
+                time.sleep(_POLL_S)
+            objects = HostObjects((self._buffer(layer),))
+            transfer = self.scatter_stream.submit(
+                self._targets[layer], Slice(0, 1), objects, one.rows(), lambda: None, moment
+            )
+            one.scattered.append(Moving(Slice(layer, 1), 0, transfer, 0))
 
     def _wait(self, one: BufferedPass, layer: int, *, on_host: bool) -> None:
         transfer: Transfer = one.scattered[layer].transfer
@@ -340,5 +367,7 @@ def _scatter_engine(engine: TransferEngine, layout: ObjectLayout) -> TransferEng
         num_layers=1,
         staging_bytes=4 * window_bytes,
         window_bytes=window_bytes,
+        in_flight_bytes=_SCATTERS_IN_FLIGHT_BYTES,
         carrier=engine.carrier,
+        rates=replace(H200_RATES, wire_bytes_per_s=_MEMORY_BYTES_PER_S),
     )

@@ -23,11 +23,20 @@ from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
 
 
+def _always() -> bool:
+    return True
+
+
 class Moment(NamedTuple):
-    """All that a stream was given up to some instant. `kept` stays alive as long as `fence` is waited for."""
+    """All that a stream was given up to some instant. `kept` stays alive as long as `fence` is waited for.
+
+    `has_passed` says, without waiting, whether the stream has done all of it; True also where that is not known, since
+    the fence orders it all the same.
+    """
 
     fence: Fence | None
     kept: object = None
+    has_passed: Callable[[], bool] = _always
 
 
 class ComputeStream(Protocol):

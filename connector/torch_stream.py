@@ -36,4 +36,4 @@ class TorchStream:
         """An event behind what the present stream was given so far; the moment keeps it alive."""
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(torch.device(self._device)))
-        return Moment(AfterEvent(event_handle(event)), event)
+        return Moment(AfterEvent(event_handle(event)), event, event.query)
