@@ -51,7 +51,7 @@ class Engine:
 
     def __init__(self, arm: str, model: str, tiny: bool) -> None:
         os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_USE_FLASHINFER_SAMPLER="0", HF_HUB_OFFLINE="1")
-        os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING")
+        os.environ.update(VLLM_NO_USAGE_STATS="1", VLLM_LOGGING_LEVEL="WARNING", VLLM_CPU_KVCACHE_SPACE="1")
         import torch
         import vllm
         from vllm.config import KVTransferConfig

@@ -40,6 +40,8 @@ _log = logging.getLogger(__name__)
 _GIB: Final = 1 << 30
 _MIB: Final = 1 << 20
 _STORE_FLUSH_S: Final = 10.0
+_GATHER_FACTOR: Final = 2.0
+"""A kernel that reads host memory slows the model's products beside it by half and more, so it has to save as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class WorkerSide:
             "carrier": settings.carrier_kind,
             "order": parse_order(settings.order),
             "deadline_s": settings.load_timeout_s,
+            "gather_factor": _GATHER_FACTOR,
         }
         self.engine = TransferEngine(self._device, **(options | dict(engine_options or {})))
         self._registered: RegisteredCache = self.engine.register_cache(layout, self.caches.engines)

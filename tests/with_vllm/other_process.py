@@ -20,7 +20,7 @@ from with_vllm.live_engine import Answer, LiveEngine, prompt
 
 P = prompt(500)
 HIT = 448
-WIDTHS: tuple[int | str | tuple[int, ...], ...] = (0, 1, 8, 16, (1, 1, 2, 4), "auto")
+WIDTHS: tuple[int | tuple[int, ...], ...] = (0, 1, 3, 8, 16, (1, 1, 2, 4))
 RELEASES = ("whole", "first", "first:2", "jit", "jit:step")
 BASE: dict[str, Any] = {"layers_per_slice": 1, "host_pool_gib": 0.1, "chunk_tokens": 64, "wait_timeout_s": 60.0}
 

@@ -194,7 +194,7 @@ def fails_while_promoted_and_not_scheduled(engine: LiveEngine) -> tuple[Answer, 
     with engine.no_block_for("r1"):
         engine.step()
         engine.fail_next(load)
-        engine.step()  # vLLM looks at requests that wait or run; r1 does neither
+        engine.step(2)  # vLLM looks at requests that wait or run; r1 does neither
     return computed, engine.finish("r1")[0]
 
 
