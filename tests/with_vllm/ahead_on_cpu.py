@@ -5,7 +5,7 @@ scheduling does to a connector can be tested without a GPU.
 
 The runner's CUDA streams and events, through which it copies sampled tokens, become objects that do nothing: on a CPU
 everything has happened when a call returns.
-"""  # noqa: D205, D415 - the plugin's line first
+"""
 
 from __future__ import annotations
 
