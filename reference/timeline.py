@@ -188,6 +188,7 @@ def compute_timeline(
     release: ReleasePolicy,
     rule: StepRule | None = None,
     step_cost: StepCost | None = None,
+    landing_ns: Sequence[Sequence[int]] | None = None,
 ) -> Timeline:
     """Landings, steps and first tokens of all requests, by rules 1 to 3.
 
@@ -198,13 +199,14 @@ def compute_timeline(
         rule: how steps form; None for no delay, no poll interval and no budget.
         step_cost: time of a step's layers; None adds up the members' own times, a cut prefill in proportion to its
             tokens.
+        landing_ns: per request, when each slice lands, in place of rule 1; also what is forecast.
 
     Raises:
         ValueError: arrivals out of order or negative, a load whose slices do not hold every layer, layers that differ
             between requests, no tokens to compute, or a negative time.
     """
     _check(requests)
-    return _Engine(requests, order, release, rule or StepRule(), step_cost or add_members(requests)).run()
+    return _Engine(requests, order, release, rule or StepRule(), step_cost or add_members(requests), landing_ns).run()
 
 
 def add_members(requests: Sequence[TimedRequest]) -> StepCost:
@@ -237,8 +239,10 @@ class _Engine:
         release: ReleasePolicy,
         rule: StepRule,
         step_cost: StepCost,
+        landing_ns: Sequence[Sequence[int]] | None,
     ) -> None:
         self._requests = requests
+        self._given_ns = landing_ns
         self._arrivals_ns = [request.arrival_ns for request in requests]
         self._order = order
         self._release = release
@@ -287,10 +291,8 @@ class _Engine:
         """Per request, the landing of each layer if nobody came after the first `submitted` requests."""
         if submitted not in self._forecasts:
             chosen = self._requests[:submitted]
-            self._forecasts[submitted] = [
-                _spread_over_layers(request, landed)
-                for request, landed in zip(chosen, schedule_link(chosen, self._order), strict=True)
-            ]
+            landings = schedule_link(chosen, self._order) if self._given_ns is None else self._given_ns[:submitted]
+            self._forecasts[submitted] = list(map(_spread_over_layers, chosen, landings))
         return self._forecasts[submitted]
 
     def _release_instant(self, index: int, t: int, submitted: int, away_ns: int) -> int:
@@ -312,8 +314,7 @@ class _Engine:
     def _alone_ns(self, index: int) -> tuple[int, ...]:
         """The layers' times in the request's first step, were it alone there."""
         if index not in self._alone:
-            tokens = self._requests[index].new_tokens
-            budget = self._rule.token_budget
+            tokens, budget = self._requests[index].new_tokens, self._rule.token_budget
             first_chunk = Chunk(index, 0, tokens if budget is None else min(tokens, budget))
             self._alone[index] = tuple(self._step_cost([first_chunk]))
         return self._alone[index]

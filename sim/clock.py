@@ -99,7 +99,7 @@ class _Action(Event):
         self.action = action
 
     @property
-    def callbacks(self) -> list[Callable[[Event], None]]:  # type: ignore[override]
+    def callbacks(self) -> list[Callable[[Event], None]]:
         """The action, as SimPy calls it."""
         return [lambda _: self.action()]
 

@@ -5,28 +5,12 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
 
 from lamella.reference.ordering import OrderPolicy
+from lamella.reference.pathway import split_windows
 from lamella.sim.clock import Clock, Phase
 from lamella.sim.hardware import FULL_SPEED, Ratio, Scatter, Staging
 from lamella.sim.stations import Link, SliceNote, Transfer
-
-
-def split_windows(slice_bytes: int, slice_ns: int, window_bytes: int | None) -> list[tuple[int, int]]:
-    """(wire time, bytes) of each window of a slice: full windows and a rest, times by bytes, none lost in rounding.
-
-    >>> split_windows(10, 100, 4)
-    [(40, 4), (40, 4), (20, 2)]
-    """
-    if window_bytes is None or slice_bytes <= window_bytes:
-        return [(slice_ns, slice_bytes)]
-    ends = [*range(window_bytes, slice_bytes, window_bytes), slice_bytes]
-    instants = [slice_ns * end // slice_bytes for end in ends]
-    return [
-        (end_ns - begin_ns, end - begin)
-        for (begin, end), (begin_ns, end_ns) in zip(pairwise([0, *ends]), pairwise([0, *instants]), strict=True)
-    ]
 
 
 class ScatterKernels:

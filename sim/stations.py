@@ -122,8 +122,13 @@ class Transfer:
 class Carrier(Protocol):
     """What carries loads to where the engine sees them: a link, a staged link, a shared one, one for each rank."""
 
-    carried_bytes: int
-    busy_ns: int
+    @property
+    def carried_bytes(self) -> int:
+        """What has crossed."""
+
+    @property
+    def busy_ns(self) -> int:
+        """Time in which something crossed."""
 
     def submit(self, transfer: Transfer) -> None:
         """The transfer's slices compete from now on."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lamella.reference.ordering import ORDERS, OrderPolicy
+from lamella.reference.pathway import Way, schedule_way
 from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import (
@@ -24,6 +25,7 @@ from lamella.reference.timeline import (
     compute_timeline,
 )
 from lamella.sim.clock import Phase
+from lamella.sim.hardware import Hardware, Ratio, Scatter, Staging, Tier
 from lamella.sim.scheduler import EngineSettings, Request
 from lamella.sim.world import World
 
@@ -98,21 +100,24 @@ class ScriptedCompute:
         raise AssertionError("these scenarios only prefill")
 
 
-def run_world(scenario: Scenario) -> World:
+def run_world(scenario: Scenario, hardware: Hardware | None = None, tier: str = "") -> World:
     rule = scenario.rule
     world = World(
         ScriptedCompute(scenario.requests),
         scenario.order,
         scenario.release,
         EngineSettings(rule.start_delay_ns, rule.idle_poll_ns, rule.token_budget, max_batch=None),
+        hardware=hardware,
         keep_steps=True,
+        keep_slices=True,
     )
 
     def come(index: int) -> None:
         request = scenario.requests[index]
         due = None if request.deadline_ns is None else request.deadline_ns - request.arrival_ns
         cached = (index + 1) * ScriptedCompute.STRIDE
-        world.arrive(Request(cached, request.new_tokens, load=request.load, due_after_ns=due))
+        tier_of_it = tier if request.load.slice_ns else ""
+        world.arrive(Request(cached, request.new_tokens, load=request.load, due_after_ns=due, tier=tier_of_it))
         schedule(index + 1)
 
     def schedule(index: int) -> None:
@@ -125,14 +130,16 @@ def run_world(scenario: Scenario) -> World:
     return world
 
 
-def run_recursion(scenario: Scenario) -> Timeline:
-    return compute_timeline(scenario.requests, scenario.order, scenario.release, scenario.rule)
+def run_recursion(scenario: Scenario, way: Way | None = None) -> Timeline:
+    landings = None if way is None else schedule_way(scenario.requests, way)
+    return compute_timeline(scenario.requests, scenario.order, scenario.release, scenario.rule, landing_ns=landings)
 
 
-def difference(scenario: Scenario) -> str | None:
+def difference(scenario: Scenario, way: Way | None = None) -> str | None:
     """The first thing on which world and recursion differ; None if they agree in everything."""
-    timeline = run_recursion(scenario)
-    world = run_world(scenario)
+    timeline = run_recursion(scenario, way)
+    world = run_world(scenario) if way is None else run_world(scenario, hardware_of(way), tier_of(way))
+    ranks = 1 if way is None else len(way.speeds)
     if len(world.records) != len(timeline.requests):
         return f"{len(world.records)} of {len(timeline.requests)} requests ended in the world"
     for record in world.records:
@@ -160,7 +167,35 @@ def difference(scenario: Scenario) -> str | None:
             return f"step at {step.polled_ns}: the world has {seen_step}, the recursion {step}"
     if len(world.steps) != len(timeline.steps):
         return f"the world took {len(world.steps)} steps, the recursion {len(timeline.steps)}"
-    carried = sum(sum(request.load.slice_bytes) for request in scenario.requests)
+    carried = ranks * sum(sum(request.load.slice_bytes) for request in scenario.requests)
     if world.link.carried_bytes != carried:
         return f"the link carried {world.link.carried_bytes} of {carried} bytes"
     return None
+
+
+def hardware_of(way: Way) -> Hardware:
+    """The world's hardware that the recursion's way describes."""
+    return Hardware(
+        ranks=tuple(Ratio(*speed) for speed in way.speeds),
+        staging=None if way.window_bytes is None else Staging(way.window_bytes, way.windows),
+        scatter=None if way.scatter_bytes_per_s is None else Scatter(way.scatter_bytes_per_s, way.launch_ns),
+        tiers=() if way.tier_bytes_per_s is None else (Tier("disk", way.tier_bytes_per_s, way.tier_latency_ns),),
+    )
+
+
+def tier_of(way: Way) -> str:
+    return "" if way.tier_bytes_per_s is None else "disk"
+
+
+def random_way(rng: random.Random, requests: Sequence[TimedRequest]) -> Way:
+    """Legal by construction; rates are such that every station is the slowest in some scenarios."""
+    longest = 1 + max((max(request.load.slice_bytes, default=0) for request in requests), default=0)
+    return Way(
+        tier_bytes_per_s=rng.choice((None, 10**9 // rng.randint(1, 4))),
+        tier_latency_ns=rng.choice((0, rng.randint(0, longest))),
+        window_bytes=rng.choice((None, rng.randint(1 + longest // 6, longest))),
+        windows=rng.randint(1, 3),
+        scatter_bytes_per_s=rng.choice((None, 10**9 // rng.randint(1, 3), 3 * 10**9)),
+        launch_ns=rng.choice((0, rng.randint(0, 5))),
+        speeds=tuple((rng.randint(1, 4), 4) for _ in range(rng.randint(1, 3))),
+    )
