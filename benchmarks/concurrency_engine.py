@@ -13,18 +13,19 @@ import gc
 import json
 import logging
 import os
-import random
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from closed_loop import Delivered, Request, serve
 from concurrency_cells import Arm, Cell, Group
 from concurrency_probe import Probe
+from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
+from concurrency_weights import count_parameters, seed_weights
 from kept_pool import KeptPool
 from step_time_cells import MODEL
 
@@ -41,11 +42,9 @@ _TINY_ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
 }
 BASE_SETTINGS: Final[dict[str, Any]] = {"max_loads": 32, "max_load_gib": 96.0, "load_timeout_s": 60.0}
-BYSTANDER_TOKENS: Final = 1024
 _FILL: Final = {"layers_per_slice": 0, "release": "whole"}
 _CONTROL_GB_PER_S: Final = 5.0
 """The control that reads early gets its KV so slowly that every layer is read before it has landed."""
-_SEED: Final = 20_261_129
 
 
 class ConcurrencyEngine:
@@ -84,7 +83,10 @@ class ConcurrencyEngine:
 
         self.torch = torch
         self.probe = Probe(None if tiny else torch)
+        self.prompts = Prompts(group, tiny, fresh=self.peer is not None)
         self._ballast: list[Any] = []
+        self._usable: set[int] = set()
+        self._open: set[str] = set()
         self._settles = 0
         self._filled: dict[int, set[int]] = {}
         self._arm = ""
@@ -92,6 +94,8 @@ class ConcurrencyEngine:
         self._top: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
         self.switch_ms = 0.0
+        gc.collect()
+        gc.freeze()  # as vLLM's own core does: what is there now is not looked at again
         self.parameters = self.llm.apply_model(count_parameters if tiny else seed_weights)[0]
 
     # ---- set-up
@@ -265,41 +269,6 @@ class ConcurrencyEngine:
 
     # ---- documents
 
-    def document(self, number: int) -> list[int]:
-        """The tokens of a document; another number differs from the first token on."""
-        return random.Random(f"{_SEED} document {number}").choices(self._alphabet, k=self.group.document_tokens)
-
-    @property
-    def _alphabet(self) -> range:
-        return range(3, 500) if self.tiny else range(1000, 100_000)
-
-    def requests(self, cell: Cell, tag: str) -> list[Request]:
-        """The cell's requests: the same tokens for every arm and repeat, and names of their own by `tag`.
-
-        A peer keeps what it has seen, so it gets new tokens of their own in each repeat.
-        """
-        rng = random.Random(f"{_SEED} {cell.name} {tag if self.peer else ''}")
-        made, at_s = [], 0.0
-        for number in range(cell.requests):
-            hit, new = cell.shapes[number % len(cell.shapes)]
-            own = cell.miss_every and number % cell.miss_every == cell.miss_every - 1
-            head = rng.choices(self._alphabet, k=hit) if own else self.document(number % self.group.documents)[:hit]
-            tokens = head + rng.choices(self._alphabet, k=new)
-            made.append(Request(f"{tag}.{number}", tokens, cell.output, int(at_s * 1e9)))
-            if cell.rate_per_s:
-                at_s += rng.expovariate(cell.rate_per_s)
-        return made
-
-    def bystanders(self, cell: Cell, tag: str) -> list[Request]:
-        """Requests that only decode, with output enough for any repeat."""
-        rng = random.Random(f"{_SEED} bystanders")
-        tokens = BYSTANDER_TOKENS // 32 if self.tiny else BYSTANDER_TOKENS
-        room = 500 if self.tiny else 6000
-        return [
-            Request(f"{tag}.bystander{number}", rng.choices(self._alphabet, k=tokens), room)
-            for number in range(cell.bystanders)
-        ]
-
     def fill(self, cell: Cell) -> float:
         """Every document the cell draws on is in the host pool; returns the seconds that took.
 
@@ -319,7 +288,7 @@ class ConcurrencyEngine:
         self.reset(cell, ballast=False)
         self.switch(None, cell)
         for number in missing:
-            tokens = [*self.document(number), *self._alphabet[:8]]
+            tokens = [*self.prompts.document(number), *self.prompts.alphabet[:8]]
             serve(self, [Request(f"fill{self._settles}.{number}", tokens, 1)], 1)
         self.settle()
         if self.peer is not None:
@@ -340,7 +309,7 @@ class ConcurrencyEngine:
         known = self._filled.setdefault(cell.chunk, set())
         if number in known and not cell.stores:
             return True
-        keys = chunk_keys(side._facts.space, self.document(number)[:full])
+        keys = chunk_keys(side._facts.space, self.prompts.document(number)[:full])
         if side.index.leading_hits(keys) < len(keys):
             return False
         known.add(number)
@@ -353,21 +322,36 @@ class ConcurrencyEngine:
             ValueError: the cell does not fit into the engine's cache.
             RuntimeError: blocks are still in use.
         """
+        size = self._engine.vllm_config.cache_config.block_size
+        others = 64 if self.tiny else 32 + cell.bystanders * (-(-(BYSTANDER_TOKENS + BYSTANDER_OUTPUT) // size))
+        needed = (cell.concurrency + 1) * (-(-cell.longest // size) + 2) + others
         pool = self._block_pool
+        if ballast and len(self._usable) == needed:
+            self._nudge_until(lambda: pool.get_num_free_blocks() == needed)
+            pool.evict_blocks(self._usable)
+            return
         if self._ballast:
             pool.free_blocks(self._ballast)
-            self._ballast = []
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("blocks are still in use: call settle() first")
+            self._ballast, self._usable = [], set()
+        self._nudge_until(self.llm.reset_prefix_cache)
         if not ballast:
             return
-        size = self._engine.vllm_config.cache_config.block_size
-        others = 32 + cell.bystanders * (-(-(BYSTANDER_TOKENS + 6000) // size)) if not self.tiny else 64
-        needed = (cell.concurrency + 1) * (-(-cell.longest // size) + 2) + others
         free = pool.get_num_free_blocks()
         if needed > free:
             raise ValueError(f"{cell.name} needs {needed} blocks, and the engine has {free}: lower concurrency or hit")
         self._ballast = pool.get_new_blocks(free - needed)
+        taken = {block.block_id for block in self._ballast}
+        self._usable = {block.block_id for block in pool.blocks if not block.is_null} - taken
+
+    def _nudge_until(self, holds: Callable[[], bool]) -> None:
+        """An engine that schedules a step ahead lets go of blocks a step late."""
+        for _ in range(50):
+            if holds():
+                return
+            self._settles += 1
+            self.add(Request(f"nudge{self._settles}", list(self.prompts.alphabet[:3]), 2))
+            self.settle()
+        raise RuntimeError("blocks are still in use though nothing is in flight")
 
     def settle(self) -> None:
         """Nothing is in flight. An engine with nothing to compute does not look at stores, so it is given something.
@@ -376,19 +360,28 @@ class ConcurrencyEngine:
             RuntimeError: something stays in flight for a minute.
         """
         for _ in range(3000):
+            busy = self._engine.has_unfinished_requests()
             if self.peer is None:
-                side = self._scheduler.connector.scheduler
-                if not side.has_open_work and not self._engine.has_unfinished_requests():
+                if not busy and not self._core.batch_queue and not self._scheduler.connector.scheduler.has_open_work:
                     return
-            elif self._settles % 40 == 39 and not self._engine.has_unfinished_requests():
+            elif not busy and self._settles % 40 == 39:
                 self._settles += 1
                 return
-            if not self._engine.has_unfinished_requests():
+            if not busy and not self._core.batch_queue:
                 self._settles += 1
-                self.add(Request(f"settle{self._settles}", list(self._alphabet[:3]), 1))
+                self.add(Request(f"settle{self._settles}", list(self.prompts.alphabet[:3]), 1))
             self.step()
             time.sleep(0.001 if self.peer is None else 0.02)
         raise RuntimeError("something stayed in flight for a minute")
+
+    def recover(self) -> None:
+        """After an error: no request is left.
+
+        Raises:
+            RuntimeError: as `settle`.
+        """
+        self.abort(list(self._open))
+        self.settle()
 
     def after_repeat(self, cell: Cell) -> None:
         """Nothing is in flight, and of the pool only documents are left."""
@@ -401,7 +394,7 @@ class ConcurrencyEngine:
             kept = {
                 key
                 for number in range(self.group.documents)
-                for key in chunk_keys(side._facts.space, self.document(number)[:full])
+                for key in chunk_keys(side._facts.space, self.prompts.document(number)[:full])
             }
             side.index.discard([key for key in side.index.ready_keys() if key not in kept])
             self._filled.clear()
@@ -422,6 +415,7 @@ class ConcurrencyEngine:
             output_kind=RequestOutputKind.DELTA,
             logprobs=self._top_wanted if top_logprobs is None else top_logprobs,
         )
+        self._open.add(request.name)
         self._engine.add_request(request.name, {"prompt_token_ids": request.tokens}, params)
 
     _top_wanted: int | None = None
@@ -443,6 +437,8 @@ class ConcurrencyEngine:
                 self._top.setdefault(name, []).extend(
                     [[token, entry.logprob] for token, entry in top.items()] for top in best.logprobs
                 )
+            if output.finished:
+                self._open.discard(name)
             delivered.append(Delivered(name, tuple(best.token_ids), output.finished))
         return delivered
 
@@ -457,6 +453,7 @@ class ConcurrencyEngine:
     def abort(self, names: Sequence[str]) -> None:
         """These requests are gone."""
         self._engine.abort_request(list(names))
+        self._open.difference_update(names)
 
     def answers(self, requests: Sequence[Request], concurrency: int, top: int = 3) -> list[dict[str, Any]]:
         """Each request's tokens and, for each of them, the likeliest tokens with their log-probabilities."""
@@ -518,29 +515,3 @@ def _let_windows_move(engine: Any) -> None:
             time.sleep(0.002)
     except TransferStopped:
         return
-
-
-def count_parameters(model: Any) -> int:
-    """How many there are."""
-    return sum(weight.numel() for weight in model.parameters())
-
-
-def seed_weights(model: Any) -> int:
-    """The model's weights are random numbers of a fixed seed, scaled so that tokens depend on every layer's KV.
-
-    vLLM's dummy weights give the same tokens for any prompt and any cache. In place, so captured graphs stay right.
-    Returns the number of parameters.
-    """
-    import torch
-
-    scales = {"qkv_proj": 2.0, "o_proj": 3.0, "lm_head": 4.0}
-    generators: dict[torch.device, torch.Generator] = {}
-    for name, weight in model.named_parameters():
-        generator = generators.setdefault(weight.device, torch.Generator(weight.device).manual_seed(_SEED))
-        if weight.dim() < 2:
-            weight.data.fill_(1.0)
-            continue
-        scale = next((scale for part, scale in scales.items() if part in name), 1.0)
-        std = 0.3 if "embed_tokens" in name else scale / weight.shape[-1] ** 0.5
-        weight.data.normal_(0.0, std, generator=generator)  # [out, in]
-    return count_parameters(model)
