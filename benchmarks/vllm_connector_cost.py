@@ -43,7 +43,7 @@ ARMS: dict[str, tuple[str | None, dict[str, Any] | None]] = {  # (graphs, the co
 }
 CELLS = [("decode", 1), ("decode", 16), ("prefill", 512), ("prefill", 4096), ("prefill_stored", 4096)]
 COMPARED = [("layerwise", "piecewise"), ("piecewise", "default"), ("layerwise", "default"), ("off", "default")]
-TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 64}
+TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64}
 
 
 class Engine:
