@@ -136,7 +136,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     """One line of the results: everything of one repeat of one arm."""
     engine.switch(arm, cell)
     engine.reset(cell)
-    requests, others = engine.requests(cell, tag)[: arm.requests_of(cell)], engine.bystanders(cell, tag)
+    requests, others = engine.prompts.requests(cell, tag)[: arm.requests_of(cell)], engine.prompts.bystanders(cell, tag)
     concurrency = None if cell.rate_per_s else cell.concurrency
     engine.cached.clear()
     gc.collect()
@@ -263,7 +263,7 @@ class Run:
             self.check_time()
             self.engine.switch(self.arms[name], cell)
             self.engine.reset(cell)
-            answers = self.engine.answers(self.engine.requests(cell, self.tag()), concurrency)
+            answers = self.engine.answers(self.engine.prompts.requests(cell, self.tag()), concurrency)
             self.engine.after_repeat(cell)
             self.write({"kind": "verify", "cell": dataclasses.asdict(cell), "arm": label, "answers": answers})
             taken[label] = [answer["tokens"] for answer in answers]
