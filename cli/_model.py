@@ -13,6 +13,7 @@ from rich.console import Console
 from lamella.cli._refusal import check_writable
 from lamella.reference.profile import DeviceProfile
 from lamella.sim.profiles import DEFAULT_PROFILE, load_profile, shipped_profiles
+from lamella.sim.request_table import check_table_path
 from lamella.sim.strategies import Device
 
 ModelOption = Annotated[str | None, typer.Option(help="Model; must be the one that the profile was measured with.")]
@@ -52,6 +53,20 @@ def check_out(folder: Path, names: tuple[str, ...]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
         check_writable(folder / name)
+
+
+def check_table(path: Path) -> None:
+    """A table of requests can be written there.
+
+    Raises:
+        ValueError: a form that is not known, or that needs a package which is not there.
+        OSError: it cannot be written.
+    """
+    try:
+        check_table_path(path)
+    except ImportError as missing:
+        raise ValueError(str(missing)) from missing
+    check_writable(path)
 
 
 def write_results(folder: Path, documents: Mapping[str, Any], pictures: Mapping[str, Callable[[Path], object]]) -> None:

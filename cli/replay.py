@@ -5,27 +5,48 @@ from __future__ import annotations
 import json
 import os
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
+from lamella.cli._config import ConfigOption
+from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, check_table
 from lamella.cli._progress import progress_bar
 from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._regime import (
+    ComputeSpeedOption,
+    LinkOption,
+    SloTpotOption,
+    SloTtftOption,
+    open_derived_device,
+    parse_slo,
+)
+from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
+from lamella.reference.chrome_trace import to_chrome_trace
 from lamella.sim.outcome import ArmResult, remarks
-from lamella.sim.replay import ARMS, ReplayResult, replay
-from lamella.sim.report import describe_profile
-from lamella.sim.routing import TARGET_LOAD, PoolSizes, choose_instances, route
+from lamella.sim.record_run import record_world
+from lamella.sim.replay import (
+    ARMS,
+    ReplayCells,
+    ReplayResult,
+    ReplaySetting,
+    name_arm,
+    plan_replay,
+    record_instance,
+    replay_cells,
+)
+from lamella.sim.report import describe_profile, profile_lines
+from lamella.sim.request_table import write_requests
+from lamella.sim.routing import TARGET_LOAD, PoolSizes, Routing, choose_instances, route
+from lamella.sim.serving import Slo
 from lamella.sim.strategies import CHUNK_MAJOR, Device
 from lamella.sim.workload import TraceRequest, generate_conversations, load_trace, scale_rate
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+REQUEST_S = 0.4e-3
+"""Seconds of one core for a request under one arm: an order of magnitude."""
 GIB = 1 << 30
 MOST_GIB = 1 << 30
 ASSUMPTIONS = (
@@ -63,13 +84,16 @@ def _bytes(gib: float, name: str) -> int:
     return round(gib * GIB)
 
 
-def document(result: ReplayResult, device: Device, settings: dict[str, Any], said: list[str]) -> dict[str, Any]:
-    """The result as JSON; the same for the same input and settings, to the byte."""
+def document(
+    result: ReplayResult, device: Device, settings: dict[str, Any], slo: Slo, said: list[str]
+) -> dict[str, Any]:
+    """The result as JSON; the same for the same input and settings, to the byte, however it was computed."""
     routing = result.routing
     return {
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.replay",
         "settings": settings,
+        "slo": asdict(slo),
         "profile": describe_profile(device.profile, extrapolate=False),
         "routing": {
             "instances": routing.num_instances,
@@ -82,7 +106,7 @@ def document(result: ReplayResult, device: Device, settings: dict[str, Any], sai
             "excluded": [request._asdict() for request in routing.excluded],
         },
         "arms": [_arm_document(arm) for arm in result.arms],
-        "assumptions": list(ASSUMPTIONS),
+        "assumptions": [*profile_lines(device), *ASSUMPTIONS],
         "remarks": said,
         "verdict": result.verdict,
     }
@@ -93,50 +117,78 @@ def _arm_document(result: ArmResult) -> dict[str, Any]:
     return {**asdict(result), **quantiles, "saturated": result.saturated}
 
 
-def _print(result: ReplayResult, device: Device, name: str, said: list[str], *, chosen: bool) -> None:
+HEADS = (
+    *("arm", "TTFT mean", "p50", "p90", "p99 ms", "mean vs chunk-major", "hits p50", "TPOT mean", "p99 ms"),
+    *("goodput/s", "in time", "GPU %", "stall %", "link %"),
+)
+
+
+def _print(result: ReplayResult, device: Device, head: str, said: list[str]) -> None:
     from rich.console import Console
+    from rich.table import Table
 
     console = Console(highlight=False, width=None if os.isatty(1) else 200)
-    routing = result.routing
-    how = f"chosen for a load of at most {TARGET_LOAD:.0%}" if chosen else "as asked"
-    console.print(
-        f"{name}: {len(routing.requests):,} requests in {routing.span_ns / 1e9:,.0f} s over {routing.num_instances} "
-        f"instances ({how}; estimated GPU {routing.gpu_load:.0%}, link {routing.link_load:.1%}), "
-        f"{routing.hit_share:.1%} of prompt tokens cached",
-        soft_wrap=True,
-    )
-    console.print(f"profile {device.profile.name}: {device.profile.regimes()}\n", soft_wrap=True)
-    console.print(_table(result))
+    console.print(head + "\n", soft_wrap=True)
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in HEADS:
+        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
+    for row in _rows(result):
+        table.add_row(*row)
+    console.print(table)
     console.print()
-    for assumption in ASSUMPTIONS:
+    for assumption in (*profile_lines(device), *ASSUMPTIONS):
         console.print(f"- Assumed: {assumption}.", soft_wrap=True)
     for remark in said:
         console.print(f"- {remark}", soft_wrap=True)
-    console.print(f"\n{result.verdict}", soft_wrap=True)
 
 
-def _table(result: ReplayResult) -> Table:
-    from rich.table import Table
+def _head(routing: Routing, name: str, *, chosen: bool) -> str:
+    how = f"chosen for a load of at most {TARGET_LOAD:.0%}" if chosen else "as asked"
+    return (
+        f"{name}: {len(routing.requests):,} requests in {routing.span_ns / 1e9:,.0f} s over {routing.num_instances} "
+        f"instances ({how}; estimated GPU {routing.gpu_load:.0%}, link {routing.link_load:.1%}), "
+        f"{routing.hit_share:.1%} of prompt tokens cached"
+    )
 
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("arm")
-    for heading in ("TTFT mean", "p50", "p90", "p99 ms", "mean vs chunk-major", "hits p50", "TPOT mean", "p99 ms"):
-        table.add_column(heading, justify="right")
-    for heading in ("GPU %", "stall %", "link %"):
-        table.add_column(heading, justify="right")
+
+def _rows(result: ReplayResult) -> list[list[str]]:
     baseline = result.arms[ARMS.index(CHUNK_MAJOR)]
+    rows = []
     for arm in result.arms:
         change = arm.ttft.mean_ns / baseline.ttft.mean_ns - 1 if baseline.ttft.mean_ns else 0.0
-        table.add_row(
-            arm.arm + (" (saturated)" if arm.saturated else ""),
-            *(_ms(value) for value in arm.ttft),
-            "" if arm is baseline else f"{change:+.1%}",
-            _ms(arm.ttft_of_hits.p50_ns),
-            _ms(arm.tpot.mean_ns),
-            _ms(arm.tpot.p99_ns),
-            *(f"{100 * share:.1f}" for share in (arm.gpu_busy_share, arm.stall_share, arm.link_busy_share)),
+        rows.append(
+            [
+                arm.arm + (" (saturated)" if arm.saturated else ""),
+                *(_ms(value) for value in arm.ttft),
+                "" if arm is baseline else f"{change:+.1%}",
+                _ms(arm.ttft_of_hits.p50_ns),
+                _ms(arm.tpot.mean_ns),
+                _ms(arm.tpot.p99_ns),
+                f"{arm.goodput_per_s:.1f}",
+                f"{arm.slo_met:.0%}",
+                *(f"{100 * share:.1f}" for share in (arm.gpu_busy_share, arm.stall_share, arm.link_busy_share)),
+            ]
         )
-    return table
+    return rows
+
+
+def _page(computed: ReplayCells, head: str, found: dict[str, Any]) -> str:
+    from lamella.sim.html_report import HtmlPicture, HtmlTable, render_html
+    from lamella.sim.pictures import draw_distributions
+
+    return render_html(
+        "Does layerwise transfer pay on this trace?",
+        [computed.result.verdict, head],
+        [HtmlTable("Each arm", HEADS, _rows(computed.result))],
+        [
+            HtmlPicture(
+                "Time to first token",
+                lambda buffer: draw_distributions(computed.ttft_ns, "time to first token", buffer),
+            )
+        ],
+        [*found["assumptions"], *found["remarks"]],
+        found,
+    )
 
 
 def _ms(time_ns: int) -> str:
@@ -162,20 +214,38 @@ def register(app: typer.Typer) -> None:
             float, typer.Option(help="Prefix cache of each engine; its hits need no load. 0: every hit is loaded.")
         ] = 0.0,
         profile: ProfileOption = DEFAULT_PROFILE,
+        link: LinkOption = None,
+        compute_speed: ComputeSpeedOption = 1.0,
+        slo_ttft: SloTtftOption = None,
+        slo_tpot: SloTpotOption = None,
         width: Annotated[
             int | None, typer.Option(help="Layers a slice. Left out: at least half a millisecond of wire each.")
         ] = None,
+        engine: EngineOption = "auto",
+        workers: WorkersOption = None,
+        journal: JournalOption = None,
         seed: Annotated[int, typer.Option(help="Of the generated sample.")] = 0,
         limit: Annotated[int | None, typer.Option(help="Only the first so many requests.")] = None,
         json_path: Annotated[Path | None, typer.Option("--json", help="Write everything there.")] = None,
+        html: Annotated[Path | None, typer.Option(help="Write a page with a picture there.")] = None,
+        table: Annotated[Path | None, typer.Option(help="Every request of every arm, as .csv or .parquet.")] = None,
+        trace_out: Annotated[
+            Path | None, typer.Option(help="One instance under one arm as a trace, for explain and Perfetto.")
+        ] = None,
+        trace_arm: Annotated[
+            str | None, typer.Option(help="Which arm, as the table names it. Default: the best.")
+        ] = None,
+        trace_instance: Annotated[int, typer.Option(help="Which instance, from 0.")] = 0,
+        config: ConfigOption = None,
     ) -> None:
         """Replay a trace: chunk-major against the layerwise policies and against recomputing."""
-        began, began_busy = time.perf_counter(), time.process_time()
+        began, began_busy = time.perf_counter(), _busy_s()
         with refuse_bad_input():
-            device = open_device(profile, None, extrapolate=False)
+            device = open_derived_device(profile, None, link, compute_speed, extrapolate=False)
             layers = device.profile.num_layers
             if width is not None and not 1 <= width <= layers:
                 raise ValueError(f"width must be between 1 and {layers} layers, got {width}")
+            slo = parse_slo(slo_ttft, slo_tpot)
             requests, name = read_workload(trace, limit, seed)
             requests = scale_rate(requests, rate_scale)
             sizes = PoolSizes(_bytes(pool_gib, "pool_gib"), _bytes(gpu_cache_gib, "gpu_cache_gib"))
@@ -184,10 +254,26 @@ def register(app: typer.Typer) -> None:
                 if instances is None
                 else route(requests, device, instances, sizes)
             )
-            if json_path is not None:
-                check_writable(json_path)
-        with progress_bar("replaying", len(ARMS) * len(routing.requests), every=256) as advance:
-            result = replay(routing, device, width, lambda record: advance(1))
+            arms = {name_arm(strategy, device, width): strategy for strategy in ARMS}
+            if trace_arm is not None and trace_arm not in arms:
+                raise ValueError(f"trace_arm must be one of {', '.join(arms)}; got {trace_arm!r}")
+            if trace_out is not None and not 0 <= trace_instance < routing.num_instances:
+                raise ValueError(
+                    f"trace_instance must be between 0 and {routing.num_instances - 1}, got {trace_instance}"
+                )
+            if table is not None:
+                check_table(table)
+            for path in (json_path, html, trace_out):
+                if path is not None:
+                    check_writable(path)
+            how = parse_running(engine, workers, len(ARMS) * len(routing.requests) * REQUEST_S)
+            if journal is not None:
+                journal.mkdir(parents=True, exist_ok=True)
+        setting = ReplaySetting(routing, device, width, slo, table is not None)
+        with refuse_foreign_journal(), progress_bar("replaying", len(plan_replay(routing))) as advance:
+            where = None if journal is None else journal / "replay.jsonl"
+            computed = replay_cells(setting, replace(how, journal=where, on_done=advance))
+        result = computed.result
         said = remarks(routing, result.arms, device.profile.engine.kv_capacity_tokens)
         settings = {
             "workload": name,
@@ -198,11 +284,31 @@ def register(app: typer.Typer) -> None:
             "width": width,
             "limit": limit,
         }
+        found = document(result, device, settings, slo, said)
+        head = _head(routing, name, chosen=instances is None)
         if json_path is not None:
-            json_path.write_text(json.dumps(document(result, device, settings, said), indent=1) + "\n", "utf-8")
-        _print(result, device, name, said, chosen=instances is None)
-        elapsed, busy = time.perf_counter() - began, time.process_time() - began_busy
+            json_path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        if html is not None:
+            html.write_text(_page(computed, head, found), "utf-8")
+        if table is not None:
+            write_requests(table, computed.rows)
+        if trace_out is not None:
+            best = min(result.arms, key=lambda arm: arm.ttft.mean_ns).arm
+            strategy = arms[trace_arm or best]
+            world = record_instance(strategy, routing, device, trace_instance, width)
+            title = f"{device.profile.name}, {name}, instance {trace_instance}"
+            recording = record_world(world, title, trace_arm or best, layers)
+            trace_out.write_text(json.dumps(to_chrome_trace(recording)) + "\n", "utf-8")
+        _print(result, device, head, said)
+        typer.echo(f"\n{result.verdict}")
+        elapsed, busy = time.perf_counter() - began, _busy_s() - began_busy
         speed = routing.span_ns / 1e9 / busy
         typer.echo(
             f"{elapsed:.1f} s, of which {busy:.1f} s of one core: {speed:,.0f} times real time, all arms", err=True
         )
+
+
+def _busy_s() -> float:
+    """Seconds of processors that this process and those it has started took."""
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system

@@ -17,11 +17,12 @@ from lamella.cli._model import (
     ProfileOption,
     SeedOption,
     check_out,
+    check_table,
     milliseconds,
     wide_console,
     write_results,
 )
-from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
     ConcurrencyOption,
@@ -103,7 +104,7 @@ def simulate(
     from lamella.sim.pictures import draw_outcomes
     from lamella.sim.record_run import record_world
     from lamella.sim.report import chosen_strategies, simulate_document
-    from lamella.sim.request_table import check_table_path, request_rows, write_requests
+    from lamella.sim.request_table import request_rows, write_requests
     from lamella.sim.serving import run_world, summarise, verdict_of
     from lamella.sim.strategies import CANDIDATES, parse_strategy
 
@@ -119,11 +120,7 @@ def simulate(
             raise ValueError(f"requests must be at least 1, got {requests}")
         check_out(out, FILES)
         if table is not None:
-            try:
-                check_table_path(table)
-            except ImportError as missing:
-                raise ValueError(str(missing)) from missing
-            check_writable(table)
+            check_table(table)
 
     outcomes: list[Outcome] = []
     rows: list[tuple[Any, ...]] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -44,7 +43,8 @@ from lamella.cli._regime import (
     parse_regime,
     parse_slo,
 )
-from lamella.sim.parallel import JournalError, Runner, Running, cell_seeds
+from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
+from lamella.sim.parallel import Running, cell_seeds
 from lamella.sim.regimes import Cell, RegimeMap
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ if TYPE_CHECKING:
 
 MOST_COLUMNS: Final = 10
 """Columns of the printed table; the JSON and the picture have them all."""
-WORTH_PROCESSES_S: Final = 4.0
-"""Below this much estimated work, starting processes takes longer than they save."""
 FILES: Final = ("sweep.json", "sweep.html", "sweep.png", "sweep-point.png")
 
 NumberT = TypeVar("NumberT", int, float)
@@ -90,13 +88,9 @@ def sweep(
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
     extrapolate: ExtrapolateOption = False,
-    engine: Annotated[
-        str, typer.Option(help="Where cells are computed: serial, processes, ray, or auto (by the amount of work).")
-    ] = "auto",
-    workers: Annotated[int | None, typer.Option(help="Processes. Default: one a core.")] = None,
-    journal: Annotated[
-        Path | None, typer.Option(help="Folder that keeps finished cells, so that the same sweep can be resumed.")
-    ] = None,
+    engine: EngineOption = "auto",
+    workers: WorkersOption = None,
+    journal: JournalOption = None,
     seed: SeedOption = 0,
     out: OutOption = Path("lamella-out"),
     config: ConfigOption = None,
@@ -122,10 +116,12 @@ def sweep(
         at_point = asked or list(study_strategies(device.profile.num_layers))
         device.check(point, (*OFF, *on_map, *at_point))
         rows = sorted({*_numbers(concurrencies, "concurrency", int), point.concurrency})
-        columns = _numbers(ratios, "ratio", float) if ratios is not None else reachable_ratios(device, point.hit_tokens, 20)
+        columns = (
+            _numbers(ratios, "ratio", float) if ratios is not None else reachable_ratios(device, point.hit_tokens, 20)
+        )
         check_out(out, FILES)
         work = _estimate_s(len(rows) * len(columns) * len(on_map), sum(rows) * requests * repeats * len(at_point))
-        how = _running(engine, workers, work)
+        how = parse_running(engine, workers, work)
         if journal is not None:
             journal.mkdir(parents=True, exist_ok=True)
         map_plan = plan_map(device, point.hit_tokens, rows, columns, on_map, (point.new_tokens,))
@@ -135,14 +131,12 @@ def sweep(
     def where(name: str, advance: Callable[[int], object]) -> Running:
         return replace(how, journal=None if journal is None else journal / f"{name}.jsonl", on_done=advance)
 
-    try:
+    with refuse_foreign_journal():
         with progress_bar("map", len(map_plan.regimes)) as advance:
             regime_map = compute_map(map_plan, where("map", advance))
         mapped = time.perf_counter()
         with progress_bar("your point", len(study_plan.concurrencies) * repeats) as advance:
             study = compute_study(study_plan, seed, where("point", advance))
-    except JournalError as mistake:
-        raise typer.BadParameter(str(mistake)) from mistake
     checked = check_in_world(device, regime_map, seed)
     document = sweep_document(device, regime_map, study, slo, seed, checked)
 
@@ -164,26 +158,6 @@ def sweep(
     write_results(out, {"sweep.json": document, "sweep.html": _html(regime_map, study, document)}, pictures)
     for line in lines:
         typer.echo(line)
-
-
-def _running(engine: str, workers: int | None, work_s: float) -> Running:
-    """Where the cells run.
-
-    Raises:
-        ValueError: no such engine, fewer than 1 worker, or an engine that needs a package which is not there.
-    """
-    names = [runner.value for runner in Runner]
-    if engine == "auto":
-        worth = work_s > WORTH_PROCESSES_S and (os.cpu_count() or 1) > 1
-        return Running(Runner.PROCESSES if worth or workers else Runner.SERIAL, workers)
-    if engine not in names:
-        raise ValueError(f"engine must be one of auto, {', '.join(names)}; got {engine!r}")
-    if engine == Runner.RAY.value:
-        try:
-            import ray  # noqa: F401
-        except ImportError as missing:
-            raise ValueError("sweeps on a cluster need Ray: pip install 'lamella[ray]'") from missing
-    return Running(Runner(engine), workers)
 
 
 def _estimate_s(timelines: int, requests: int) -> float:

@@ -44,6 +44,8 @@ class Explanation:
         queue_ns: released, until its first step began.
         redone_ns: from its first start to its last.
         stalls: in its steps, in order of time, with whose layer was waited for.
+        stall_wire: whose slices the link carried meanwhile, the longest first; what is missing it carried nothing, or
+            nobody wrote down when the layer landed.
         between_steps_ns: from one of its steps to the next.
         computing_ns: the rest of its steps, all their members together.
     """
@@ -60,6 +62,7 @@ class Explanation:
     queue_ns: int
     redone_ns: int
     stalls: tuple[LayerStall, ...]
+    stall_wire: tuple[Blame, ...]
     between_steps_ns: int
     computing_ns: int
 
@@ -98,17 +101,8 @@ def explain(recording: Recording, number: int) -> Explanation:
         ValueError: no such request.
     """
     one = recording.request(number)
-    wire: dict[int, list[Interval]] = {}
-    for busy in recording.occupations:
-        if busy.station == "h2d" and busy.begin_ns < one.ready_ns and busy.end_ns > one.submitted_ns:
-            wire.setdefault(busy.request, []).append((busy.begin_ns, busy.end_ns))
-    left: list[Interval] = [(one.submitted_ns, one.ready_ns)]
-    taken: dict[int, int] = {}
-    for request in (number, *sorted(set(wire) - {number})):
-        after = _without(left, wire.get(request, []))
-        taken[request] = _length(left) - _length(after)
-        left = after
-    behind = [Blame(request, ns) for request, ns in taken.items() if request != number and ns]
+    waits, link_idle_ns = _carried(recording, [(one.submitted_ns, one.ready_ns)], number)
+    own_ns = sum(blame.ns for blame in waits if blame.request == number)
     polls = [(step.polled_ns, step.end_ns) for step in recording.steps]
     idle = _length(_without([(one.ready_ns, one.released_ns)], polls))
     steps = own_steps(recording, one)
@@ -119,17 +113,51 @@ def explain(recording: Recording, number: int) -> Explanation:
         one.ttft_ns,
         one.admitted_ns - one.arrival_ns,
         one.submitted_ns - one.admitted_ns,
-        taken[number],
-        tuple(sorted(behind, key=lambda blame: (-blame.ns, blame.request))),
-        _length(left),
+        own_ns,
+        tuple(blame for blame in waits if blame.request != number),
+        link_idle_ns,
         one.released_ns - one.ready_ns - idle,
         idle,
         one.first_started_ns - one.released_ns,
         one.started_ns - one.first_started_ns,
         stalls,
+        _carried(recording, _stall_intervals(recording, steps), number)[0],
         one.first_token_ns - one.started_ns - running,
         running - sum(stall.stall_ns for stall in stalls),
     )
+
+
+def _carried(recording: Recording, intervals: list[Interval], first: int) -> tuple[tuple[Blame, ...], int]:
+    """Whose slices the link carried in the intervals, the longest first, and for how long it carried nothing.
+
+    Where several were on their way at once (ranks, an equally shared link) the time is `first`'s, else the lowest
+    number's.
+    """
+    if not intervals:
+        return (), 0
+    begin, end = intervals[0][0], intervals[-1][1]
+    wire: dict[int, list[Interval]] = {}
+    for busy in recording.occupations:
+        if busy.station == "h2d" and busy.begin_ns < end and busy.end_ns > begin:
+            wire.setdefault(busy.request, []).append((busy.begin_ns, busy.end_ns))
+    left, taken = intervals, []
+    for request in sorted(wire, key=lambda request: (request != first, request)):
+        after = _without(left, wire[request])
+        if _length(after) < _length(left):
+            taken.append(Blame(request, _length(left) - _length(after)))
+        left = after
+    return tuple(sorted(taken, key=lambda blame: (-blame.ns, blame.request))), _length(left)
+
+
+def _stall_intervals(recording: Recording, steps: Sequence[StepSpan]) -> list[Interval]:
+    """When the steps stood: each stall ends when the layer that it waited for landed."""
+    intervals: list[Interval] = []
+    for step in steps:
+        for stall in step.stalls:
+            landed = recording.request(stall.culprit).landed_ns(stall.layer)
+            if landed is not None:
+                intervals.append((max(step.start_ns, landed - stall.stall_ns), min(landed, step.end_ns)))
+    return sorted(interval for interval in intervals if interval[0] < interval[1])
 
 
 def own_steps(recording: Recording, one: RequestSpan) -> list[StepSpan]:
@@ -157,21 +185,31 @@ def explanation_lines(recording: Recording, explanation: Explanation) -> list[st
             lines += [f"{'':23}{_ms(blame.ns):>12} ms  request {blame.request}" for blame in explanation.behind]
         if name == "stall":
             lines += [f"{'':23}{_ms(ns):>12} ms  {cause}" for cause, ns in _stall_lines(explanation)]
+            lines += [
+                f"{'':23}{_ms(blame.ns):>12} ms  of it the link carried "
+                + ("its own slices" if blame.request == one.request else f"slices of request {blame.request}")
+                for blame in explanation.stall_wire
+            ]
     lines.append(f"{_ms(sum(ns for _, ns in explanation.parts())):>12} ms         in all")
     lines += [f"Note: {note}" for note in recording.notes]
     return lines
 
 
 def _stall_lines(explanation: Explanation) -> list[tuple[str, int]]:
-    return [
-        (
-            f"layer {stall.layer}, its own"
-            if stall.culprit == explanation.request
-            else f"layer {stall.layer} of request {stall.culprit}",
-            stall.stall_ns,
-        )
-        for stall in explanation.stalls
-    ]
+    """Stalls at neighbouring layers for the same request as one line."""
+    runs: list[list[LayerStall]] = []
+    for stall in explanation.stalls:
+        last = runs[-1][-1] if runs else None
+        if last is not None and (stall.culprit, stall.layer) == (last.culprit, last.layer + 1):
+            runs[-1].append(stall)
+        else:
+            runs.append([stall])
+    lines = []
+    for run in runs:
+        layers = f"layer {run[0].layer}" if len(run) == 1 else f"layers {run[0].layer} .. {run[-1].layer}"
+        whose = ", its own" if run[0].culprit == explanation.request else f" of request {run[0].culprit}"
+        lines.append((layers + whose, sum(stall.stall_ns for stall in run)))
+    return lines
 
 
 def explanation_document(explanation: Explanation) -> dict[str, object]:
@@ -182,6 +220,7 @@ def explanation_document(explanation: Explanation) -> dict[str, object]:
         "parts_ns": dict(explanation.parts()),
         "behind": [blame._asdict() for blame in explanation.behind],
         "stalls": [stall._asdict() for stall in explanation.stalls],
+        "stall_wire": [blame._asdict() for blame in explanation.stall_wire],
     }
 
 

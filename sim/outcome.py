@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lamella.sim.routing import RoutedRequest, Routing
+from lamella.sim.serving import Slo
 from lamella.sim.world import RequestRecord, World
 
 SATURATED_STRETCH: Final = 2.0
@@ -42,6 +43,8 @@ class ArmResult:
         stretch: mean time to first token by what it would be if each request had an idle instance to itself, loading
             chunk-major (or computing everything, in an arm that does).
         peak_kv_tokens: most tokens that one instance held at a time.
+        slo_met: share of the requests that met the SLO; 1 without one.
+        goodput_per_s: requests that met it over the time up to the last token of all.
     """
 
     arm: str
@@ -56,6 +59,8 @@ class ArmResult:
     loaded_bytes: int
     stretch: float
     peak_kv_tokens: int
+    slo_met: float = 1.0
+    goodput_per_s: float = 0.0
 
     @property
     def saturated(self) -> bool:
@@ -68,16 +73,15 @@ class Tally:
 
     Args:
         alone_ns: estimate of a request's time to first token on an idle instance, served as this arm serves it.
+        slo: what counts as goodput.
     """
 
-    def __init__(self, alone_ns: Callable[[RoutedRequest], int]) -> None:
+    def __init__(self, alone_ns: Callable[[RoutedRequest], int], slo: Slo | None = None) -> None:
         self._estimate_ns = alone_ns
-        self._ttft: list[int] = []
-        self._ttft_of_hits: list[int] = []
-        self._tpot: list[int] = []
-        self._latency: list[int] = []
-        self._busy_ns = self._stall_ns = self._link_ns = self._instance_ns = self._alone_ns = self._bytes = 0
-        self._peak_tokens = 0
+        self._slo = slo or Slo()
+        self._times: dict[str, list[int]] = {name: [] for name in ("ttft", "ttft_of_hits", "tpot", "latency")}
+        self._sums = dict.fromkeys(("busy_ns", "stall_ns", "link_ns", "instance_ns", "alone_ns", "bytes", "met"), 0)
+        self._most = dict.fromkeys(("peak_tokens", "last_ns"), 0)
 
     def add(self, world: World, requests: Sequence[RoutedRequest]) -> None:
         """Counts what a world made of the requests it was given.
@@ -89,38 +93,66 @@ class Tally:
         given = {request.position: request for request in requests}
         if sorted(record.tag for record in records) != sorted(given):
             raise RuntimeError(f"{len(given)} requests went in and {len(records)} came out, not one for one")
+        times, sums = self._times, self._sums
         for record in records:
             request = given[record.tag]
-            self._ttft.append(record.ttft_ns)
+            times["ttft"].append(record.ttft_ns)
             if request.cached_tokens:
-                self._ttft_of_hits.append(record.ttft_ns)
+                times["ttft_of_hits"].append(record.ttft_ns)
             if record.output_tokens > 1:
-                self._tpot.append(round(record.tpot_ns))
-            self._latency.append(record.end_ns - record.arrival_ns)
-            self._alone_ns += self._estimate_ns(request)
-        self._busy_ns += world.busy_ns
-        self._stall_ns += world.stall_ns
-        self._link_ns += world.link.busy_ns
-        self._bytes += world.link.carried_bytes
-        self._instance_ns += max((record.end_ns for record in records), default=0)
-        self._peak_tokens = max(self._peak_tokens, _peak_tokens(records))
+                times["tpot"].append(round(record.tpot_ns))
+            times["latency"].append(record.end_ns - record.arrival_ns)
+            sums["alone_ns"] += self._estimate_ns(request)
+            sums["met"] += self._slo.met(record)
+        last_ns = max((record.end_ns for record in records), default=0)
+        sums["busy_ns"] += world.busy_ns
+        sums["stall_ns"] += world.stall_ns
+        sums["link_ns"] += world.link.busy_ns
+        sums["bytes"] += world.link.carried_bytes
+        sums["instance_ns"] += last_ns
+        self._note_most("last_ns", last_ns)
+        self._note_most("peak_tokens", _peak_tokens(records))
+
+    def _note_most(self, name: str, value: int) -> None:
+        self._most[name] = max(self._most[name], value)
+
+    @property
+    def ttft_ns(self) -> tuple[int, ...]:
+        """Every time to first token, in the order of the instances and of completion."""
+        return tuple(self._times["ttft"])
+
+    def document(self) -> dict[str, Any]:
+        """What was counted, for `absorb`; JSON can hold it."""
+        return {"times": self._times, "sums": self._sums, "most": self._most}
+
+    def absorb(self, document: Mapping[str, Any]) -> None:
+        """Adds what another tally of the same arm counted."""
+        for name, values in document["times"].items():
+            self._times[name] += values
+        for name, value in document["sums"].items():
+            self._sums[name] += value
+        for name, value in document["most"].items():
+            self._note_most(name, value)
 
     def result(self, arm: str) -> ArmResult:
         """The sums as shares and quantiles."""
-        time = max(1, self._instance_ns)
+        times, sums = self._times, self._sums
+        time, count = max(1, sums["instance_ns"]), len(times["ttft"])
         return ArmResult(
             arm,
-            len(self._ttft),
-            quantiles(self._ttft),
-            quantiles(self._ttft_of_hits),
-            quantiles(self._tpot),
-            quantiles(self._latency),
-            self._busy_ns / time,
-            self._stall_ns / time,
-            self._link_ns / time,
-            self._bytes,
-            sum(self._ttft) / max(1, self._alone_ns),
-            self._peak_tokens,
+            count,
+            quantiles(times["ttft"]),
+            quantiles(times["ttft_of_hits"]),
+            quantiles(times["tpot"]),
+            quantiles(times["latency"]),
+            sums["busy_ns"] / time,
+            sums["stall_ns"] / time,
+            sums["link_ns"] / time,
+            sums["bytes"],
+            sum(times["ttft"]) / max(1, sums["alone_ns"]),
+            self._most["peak_tokens"],
+            sums["met"] / max(1, count),
+            sums["met"] / max(1, self._most["last_ns"]) * 1e9,
         )
 
 

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, NamedTuple
 
 from lamella.reference.ordering import Fifo, RoundRobin
 from lamella.reference.release import First, JustInTime
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
 from lamella.sim.outcome import ArmResult, Tally, judge
+from lamella.sim.parallel import Running, run_cells
+from lamella.sim.request_table import request_rows
 from lamella.sim.routing import RoutedRequest, Routing
 from lamella.sim.scheduler import Request
+from lamella.sim.serving import Slo
 from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
 from lamella.sim.world import RequestRecord, World
 
@@ -68,6 +71,7 @@ def run_arm(
     device: Device,
     width: int | None = None,
     on_finish: Callable[[RequestRecord], object] | None = None,
+    slo: Slo | None = None,
 ) -> ArmResult:
     """The routed trace served by that strategy.
 
@@ -75,16 +79,79 @@ def run_arm(
         width: layers per slice of a layerwise strategy, in place of its own; None for as many as `SLICE_WIRE_NS` asks
             for.
         on_finish: called as requests are completed, instance after instance.
+        slo: what counts as goodput; None: every answer does.
 
     Raises:
         ValueError: a width outside 1 .. layers.
     """
     loader = _Loader(device, strategy, width)
-    tally = Tally(loader.alone_ns)
+    tally = Tally(loader.alone_ns, slo)
     for instance in range(routing.num_instances):
         mine, world = _serve(loader, routing, instance, on_finish, keep=False)
         tally.add(world, mine)
     return tally.result(loader.name)
+
+
+class ReplaySetting(NamedTuple):
+    """What the cells of a replay share."""
+
+    routing: Routing
+    device: Device
+    width: int | None
+    slo: Slo
+    keep_rows: bool
+
+
+class ReplayCell(NamedTuple):
+    """One instance under one strategy."""
+
+    strategy: Strategy
+    instance: int
+
+
+def _replay_cell(shared: ReplaySetting, cell: ReplayCell, seed: int) -> dict[str, Any]:
+    """What one instance makes of its part of the trace; nothing in it is random."""
+    routing, device, width, slo, keep_rows = shared
+    loader = _Loader(device, cell.strategy, width)
+    mine, world = _serve(loader, routing, cell.instance, None, keep=False)
+    tally = Tally(loader.alone_ns, slo)
+    tally.add(world, mine)
+    return {"tally": tally.document(), "rows": request_rows(loader.name, world.records) if keep_rows else []}
+
+
+class ReplayCells(NamedTuple):
+    """A replay computed in cells: the result, every time to first token by arm, and rows for a table if asked for."""
+
+    result: ReplayResult
+    ttft_ns: dict[str, tuple[int, ...]]
+    rows: list[tuple[Any, ...]]
+
+
+def plan_replay(routing: Routing) -> list[ReplayCell]:
+    """The cells of a replay: every instance under every arm."""
+    return [ReplayCell(strategy, instance) for strategy in ARMS for instance in range(routing.num_instances)]
+
+
+def replay_cells(setting: ReplaySetting, how: Running | None = None) -> ReplayCells:
+    """All arms over the routed trace, an instance a cell; `how` says where. The same result as `replay`.
+
+    Raises:
+        ValueError: a width outside 1 .. layers.
+        JournalError, ImportError, OSError: as `run_cells`.
+    """
+    routing, device, width, slo, _ = setting
+    tallies = {strategy: Tally(lambda request: 0, slo) for strategy in ARMS}
+    names = {strategy: name_arm(strategy, device, width) for strategy in ARMS}
+    rows: list[tuple[Any, ...]] = []
+    cells = plan_replay(routing)
+    for cell, answer in zip(cells, run_cells(_replay_cell, setting, cells, 0, how), strict=True):
+        tallies[cell.strategy].absorb(answer["tally"])
+        rows += map(tuple, answer["rows"])
+    results = tuple(tallies[strategy].result(names[strategy]) for strategy in ARMS)
+    layerwise = [result for strategy, result in zip(ARMS, results, strict=True) if strategy.layerwise]
+    verdict = judge(results[ARMS.index(CHUNK_MAJOR)], layerwise)
+    ttft_ns = {names[strategy]: tally.ttft_ns for strategy, tally in tallies.items()}
+    return ReplayCells(ReplayResult(routing, results, verdict), ttft_ns, rows)
 
 
 def record_instance(

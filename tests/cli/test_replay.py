@@ -1,5 +1,7 @@
 """`lamella replay` gives a table and a verdict, says what it assumed, and answers bad input with a sentence."""
 
+import csv
+import html
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from lamella.cli.main import build_app
+from lamella.reference.chrome_trace import from_chrome_trace
 from lamella.sim.workload import TraceRequest, generate_conversations
 
 
@@ -66,7 +69,7 @@ def test_the_document_holds_everything_the_table_shows_and_the_excluded_requests
     out = tmp_path / "out.json"
     assert run(str(trace), "--instances", "2", "--json", str(out)).exit_code == 0
     found = document(out)
-    assert (found["schema_version"], found["kind"]) == (1, "lamella.replay")
+    assert (found["schema_version"], found["kind"]) == (2, "lamella.replay")
     assert found["routing"]["instances"] == 2
     assert found["settings"]["instances_chosen"] is False
     (excluded,) = found["routing"]["excluded"]
@@ -85,6 +88,64 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Pa
         assert run("--seed", seed, "--limit", "40", "--json", str(out)).exit_code == 0
     first, second, third = (out.read_bytes() for out in outs)
     assert first == second != third
+
+
+def test_in_processes_or_resumed_it_writes_the_same_bytes(trace: Path, tmp_path: Path) -> None:
+    def replayed(name: str, *more: str) -> bytes:
+        out = tmp_path / name
+        result = run(str(trace), "--instances", "3", "--slo-ttft", "100ms", "--json", str(out), *more)
+        assert result.exit_code == 0, result.output
+        return out.read_bytes()
+
+    plain = replayed("plain", "--engine", "serial")
+    journal = tmp_path / "journal"
+    assert replayed("processes", "--engine", "processes", "--workers", "2", "--journal", str(journal)) == plain
+    lines = (journal / "replay.jsonl").read_bytes().splitlines(keepends=True)
+    assert len(lines) == 1 + 5 * 3
+    (journal / "replay.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])
+    assert replayed("resumed", "--journal", str(journal)) == plain
+    other = run(str(trace), "--instances", "2", "--journal", str(journal))
+    assert other.exit_code == 2
+    assert "the journal of another sweep" in other.stderr.replace("\n", " ")
+
+
+def test_goodput_counts_the_answers_within_the_slo(trace: Path, tmp_path: Path) -> None:
+    out, table = tmp_path / "out.json", tmp_path / "all.csv"
+    assert run(str(trace), "--slo-ttft", "60ms", "--json", str(out), "--table", str(table)).exit_code == 0
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    for arm in document(out)["arms"]:
+        mine = [row for row in rows if row["strategy"] == arm["arm"]]
+        assert len(mine) == arm["num_requests"]
+        met = [row for row in mine if int(row["ttft_ns"]) <= 60_000_000]
+        assert arm["slo_met"] == pytest.approx(len(met) / len(mine))
+        last_s = max(int(row["end_ns"]) for row in mine) / 1e9
+        assert arm["goodput_per_s"] == pytest.approx(len(met) / last_s)
+    assert 0 < document(out)["arms"][0]["slo_met"] < 1
+
+
+def test_an_instance_can_be_traced_and_its_requests_explained(trace: Path, tmp_path: Path) -> None:
+    out, traced = tmp_path / "out.json", tmp_path / "trace.json"
+    options = ("--trace-out", str(traced), "--trace-arm", "round_robin/auto/first", "--json", str(out))
+    assert run(str(trace), *options).exit_code == 0
+    (arm,) = [arm for arm in document(out)["arms"] if arm["arm"] == "round_robin/auto/first"]
+    recording = from_chrome_trace(document(traced))
+    ttft = [one.ttft_ns for one in recording.requests]
+    assert (len(ttft), sum(ttft) // len(ttft)) == (arm["num_requests"], arm["ttft"]["mean_ns"])
+    explained = CliRunner().invoke(build_app(), ["explain", "slowest", "--trace", str(traced)])
+    assert explained.exit_code == 0
+    assert f"first token after {max(ttft) / 1e6:,.3f} ms" in explained.stdout
+
+
+def test_a_page_has_the_picture_the_table_and_the_verdict(trace: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    page = tmp_path / "page.html"
+    result = run(str(trace), "--html", str(page))
+    assert result.exit_code == 0
+    text = page.read_text()
+    assert text.count('src="data:image/png;base64,') == 1
+    assert html.escape(result.stdout.strip().splitlines()[-1]) in text
+    assert "<td>recompute</td>" in text
 
 
 def test_without_a_trace_it_says_that_the_sample_is_generated() -> None:
@@ -123,6 +184,10 @@ def test_without_a_pool_every_arm_does_the_same_work(trace: Path, tmp_path: Path
         (["--pool-gib", "nan"], "pool_gib must be between 0 and 1,073,741,824, got nan"),
         (["--gpu-cache-gib", "inf"], "gpu_cache_gib must be between 0 and 1,073,741,824, got inf"),
         (["--json", "/"], "/: Is a directory"),
+        (["--trace-out", "t.json", "--trace-arm", "first"], "trace_arm must be one of chunk-major, fifo/auto/first"),
+        (["--trace-out", "t.json", "--trace-instance", "9"], "trace_instance must be between 0 and 0, got 9"),
+        (["--table", "all.txt"], "requests are written as .csv or .parquet, got all.txt"),
+        (["--engine", "gpu"], "engine must be one of auto, serial, processes, ray; got 'gpu'"),
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--profile", "h300"], "no profile 'h300'; shipped: h200-llama-3.1-8b"),
         (["--json", "/no/such/folder/out.json"], "/no/such/folder/out.json: No such file or directory"),

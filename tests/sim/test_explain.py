@@ -138,6 +138,14 @@ def test_a_recording_survives_the_way_through_a_trace(seed: int) -> None:
     assert from_chrome_trace(to_chrome_trace(recording)) == recording
 
 
+@given(st.integers(0, 2**32))
+def test_the_link_carries_nobody_longer_than_the_stalls_last(seed: int) -> None:
+    recording, records = recorded(random_world(seed))
+    for record in records:
+        explanation = explain(recording, record.sequence)
+        assert sum(blame.ns for blame in explanation.stall_wire) <= explanation.stall_ns
+
+
 def test_random_worlds_reach_every_part() -> None:
     """Or the properties above would say nothing about it."""
     reached = Counter[str]()
@@ -184,6 +192,7 @@ def test_an_example_can_be_checked_by_hand() -> None:
     }
     assert [tuple(blame) for blame in explanation.behind] == [(0, 18)]
     assert explanation.stalls == (LayerStall(1, 8, 1),)
+    assert [tuple(blame) for blame in explanation.stall_wire] == [(1, 8)]
 
 
 def test_it_is_said_in_words_and_in_numbers() -> None:
