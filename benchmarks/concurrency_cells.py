@@ -11,7 +11,7 @@ BASELINE: Final = "chunk_bounded"
 """The arm that opens and closes every cell; the figures are taken against the better of the chunk-major arms."""
 
 CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
-DEEP: Final = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
+DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
 """Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
 
 

@@ -105,7 +105,11 @@ class ConcurrencyEngine:
 
         pool = self._pool
         assert pool is not None
-        WorkerSide._make_memory = lambda worker, object_bytes: pool.cut(object_bytes)  # type: ignore[method-assign]
+
+        def kept(worker: Any, object_bytes: int) -> Any:
+            return pool.cut(object_bytes)
+
+        WorkerSide._make_memory = kept  # type: ignore[assignment,method-assign]
 
     def _make_llm(self) -> Any:
         import vllm
@@ -211,7 +215,9 @@ class ConcurrencyEngine:
             scheduler = LamellaConnector(config, KVConnectorRole.SCHEDULER, scheduler_end._kv_cache_config)
         finally:
             LamellaConnector._rules, LamellaConnector._engine_options = SafetyRules(), {}
-        scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
+        handshake = worker.get_handshake_metadata()
+        assert handshake is not None
+        scheduler.set_xfer_handshake_metadata({0: handshake})
         scheduler.bind_gpu_block_pool(self._block_pool)
         side = scheduler.scheduler
         assert side is not None

@@ -160,8 +160,8 @@ def figures_of(rows: Iterable[Row]) -> dict[str, CellFigures]:
 
 def _cell(arms: Mapping[str, list[Row]]) -> CellFigures:
     figures = {name: _arm(rows) for name, rows in arms.items()}
-    chunk_major = [name for name in CHUNK_MAJOR if name in figures] or sorted(figures)
-    baseline = min(chunk_major, key=lambda name: figures[name].ttft.value)
+    chunk_major: list[str] = [name for name in CHUNK_MAJOR if name in figures]
+    baseline = min(chunk_major or sorted(figures), key=lambda name: figures[name].ttft.value)
     opening = [_ttft_ms(row) for row in arms.get(OPENING, ())]
     drift = abs(opening[-1] - opening[0]) / statistics.fmean(opening) if len(opening) > 1 else math.inf
     transfer, prefill = _transfer_and_prefill_ms(arms)

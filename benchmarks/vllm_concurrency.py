@@ -327,8 +327,8 @@ def main() -> int:
     for text in asked.arm:
         name, _equals, settings = text.partition("=")
         arms[name] = Arm(name, json.loads(settings))
-        cells = (dataclasses.replace(cell, arms=tuple(dict.fromkeys((*cell.arms, name)))) for cell in group.cells)
-        group = dataclasses.replace(group, cells=tuple(cells))
+        with_it = (dataclasses.replace(cell, arms=tuple(dict.fromkeys((*cell.arms, name)))) for cell in group.cells)
+        group = dataclasses.replace(group, cells=tuple(with_it))
     if asked.tiny:
         group = shrunk(group)
     wanted_arms = [name for name in asked.arms.split(",") if name]
