@@ -31,7 +31,7 @@ from lamella.server.protocol import Abort, Message, Phase, Store
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedLoad(LoadOrder):
     """A load of what a lookup locked.
 
@@ -47,7 +47,7 @@ class LeasedLoad(LoadOrder):
     locked_until_ns: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedStore(StoreOrder):
     """A store into what was allocated for it.
 
@@ -71,7 +71,15 @@ class Line:
 
     def __init__(self, connection: Connection, session: Callable[[], int]) -> None:
         self._connection = connection
-        self.session = session
+        self._session = session
+
+    @property
+    def session(self) -> int:
+        """The session's number now; 0, which no server knows, where there is none."""
+        try:
+            return self._session()
+        except (ServerLostError, RuntimeError):
+            return 0
 
     def ask(self, message: Message) -> Future[Any]:
         """The message is on its way; where there is no server, the future says so."""
@@ -204,7 +212,7 @@ class Moves:
     def commit_message(self, order: LeasedStore, blocks: tuple[bytes, ...], events: tuple[bytes, ...] | None) -> Store:
         """Says that this rank's bytes are in their slots, or asks the server to put them there."""
         return Store(
-            self.line.session(),
+            self.line.session,
             Phase.COMMIT,
             order.lease,
             b"",
@@ -224,15 +232,49 @@ class Moves:
         """The null block as it is sent."""
         return -1 if self.null_block is None else self.null_block
 
+    def pending(self, order: LeasedLoad, begin: Callable[[LeasedLoad, FenceEvent | None], Arriving]) -> PendingLoad:
+        """A load behind what the stream was given so far."""
+        event = self.fences.record()
+
+        def drop() -> None:
+            self.fences.give(event)
+            self.line.ask(self.abort_message(order.lease))
+
+        return PendingLoad(lambda: begin(order, event), drop)
+
     def abort_message(self, lease: int) -> Abort:
         """Gives this rank's part up."""
-        return Abort(self.line.session(), lease, self.rank)
+        return Abort(self.line.session, lease, self.rank)
+
+
+class PendingLoad:
+    """A load that waits for its turn: called, it begins; given up before that, it gives back what it holds.
+
+    Args:
+        begin: begins it.
+        drop: gives back its fence and its part of the lease.
+    """
+
+    def __init__(self, begin: Callable[[], Arriving], drop: Callable[[], object]) -> None:
+        self._begin = begin
+        self._drop = drop
+        self._begun = False
+
+    def __call__(self) -> Arriving:
+        """It is on its way."""
+        self._begun = True
+        return self._begin()
+
+    def end(self) -> None:
+        """It has ended, or never will begin; called once."""
+        if not self._begun:
+            self._drop()
 
 
 class Side(Protocol):
     """Moves one rank's loads and stores."""
 
-    def load(self, order: LeasedLoad) -> Callable[[], Arriving]:
+    def load(self, order: LeasedLoad) -> PendingLoad:
         """Called on the model runner's thread, with what has been enqueued so far before it (XFER-3); what it returns
         begins the load, and may be called on another thread.
         """  # noqa: D205 - one sentence more than a line

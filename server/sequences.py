@@ -97,8 +97,8 @@ def allocate(
                 (end - 1) * chunk_tokens + last,
                 first * chunk_tokens,
                 tuple(keys[first - first_chunk : end - first_chunk]),
-                one.lease,
-                epoch,
+                lease=one.lease,
+                epoch=epoch,
             )
         )
     return orders

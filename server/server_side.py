@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any
 
 from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.slices import Slice
 from lamella.server.arriving import BoardTransfer
-from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Moves
+from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Moves, PendingLoad
 from lamella.server.protocol import Retrieve
 
 
@@ -24,18 +24,22 @@ class ServerSide:
     def __init__(self, moves: Moves) -> None:
         self._moves = moves
 
-    def load(self, order: LeasedLoad) -> Callable[[], Arriving]:
+    def load(self, order: LeasedLoad) -> PendingLoad:
         """As `Side.load`."""
-        fence = self._moves.fences.record()
-        return lambda: self._load(order, fence)
+        return self._moves.pending(order, self._load)
 
     def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
         moves = self._moves
         slices, slot = moves.cut()
         begun = time.monotonic()
-        answer = moves.line.ask(
-            Retrieve(
-                moves.line.session(),
+
+        def ended() -> None:
+            moves.fences.give(event)
+            moves.give(slot)
+
+        try:
+            message = Retrieve(
+                moves.line.session,
                 order.lease,
                 moves.rank,
                 order.request,
@@ -47,12 +51,11 @@ class ServerSide:
                 (event[1],) if event is not None else (),
                 moves.layers_per_slice if slot is not None else 0,
             )
-        )
-
-        def ended() -> None:
-            moves.fences.give(event)
-            moves.give(slot)
-
+        except BaseException:
+            ended()
+            moves.line.ask(moves.abort_message(order.lease))
+            raise
+        answer = moves.line.ask(message)
         return BoardTransfer(
             slices,
             answer,

@@ -39,7 +39,7 @@ from lamella.reference.slices import plan_slices
 from lamella.server.client import CacheSession, Epoch
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.frames import RefusedError
-from lamella.server.moves import Fences, LeasedLoad, LeasedStore, Line, Moves, Side
+from lamella.server.moves import Fences, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, Side
 from lamella.server.peer_watch import ServerWatch
 from lamella.server.protocol import TransferSide
 from lamella.server.rank import RankCaches, RankOfEngine, Report, register_message
@@ -102,10 +102,14 @@ class Worker:
         self._caches = caches
         self._call_timeout_s = call_timeout_s
         self._folder = folder
-        self._engine: TransferEngine | None = None
+        self.engine: TransferEngine | None = None
+        """This process's own, where it moves the bytes."""
         self._worker_side: WorkerSide | None = None
         self._next = 0
+        self._pending: dict[int, PendingLoad] = {}
         self._board = LayerArrivalBoard.create(num_arrival_slots)
+        self.arrivals = LayerArrivalPool(self._board)
+        """Entries of this rank's board."""
         width = layers_per_slice or layout.num_layers
         slices = plan_slices(layout.num_layers, width)
         moves = Moves(
@@ -113,7 +117,7 @@ class Worker:
             num_layers=layout.num_layers,
             slices=slices,
             layers_per_slice=layers_per_slice,
-            pool=LayerArrivalPool(self._board),
+            pool=self.arrivals,
             line=Line(Connection(folder, timeout_s=call_timeout_s), lambda: self.session.epoch.registered.session),
             fences=Fences(caches.device, stream),
             watch=lambda: self._watch,
@@ -132,10 +136,10 @@ class Worker:
             if transfer_side is TransferSide.SERVER and not self._serve_from_server(of):
                 self.transfer_side = TransferSide.WORKER
             if self.transfer_side is TransferSide.WORKER:
-                self._engine = TransferEngine(caches.device, **options)
-                cache = self._engine.register_cache(layout, caches.engines)
+                self.engine = TransferEngine(caches.device, **options)
+                cache = self.engine.register_cache(layout, caches.engines)
                 self._side = self._worker_side = WorkerSide(
-                    moves, self._engine, cache, Device(caches.device).registrar()
+                    moves, self.engine, cache, Device(caches.device).registrar()
                 )
                 self._session = self._register(of, None)
             else:
@@ -253,9 +257,9 @@ class Worker:
             num_tokens,
             skip_tokens,
             joins_step,
-            locked.found.lease,
-            locked.epoch,
-            locked.until_ns,
+            lease=locked.found.lease,
+            epoch=locked.epoch,
+            locked_until_ns=locked.until_ns,
         )
         self.begin_load(order)
         return number
@@ -272,7 +276,8 @@ class Worker:
 
     def _begin_load(self, order: LoadOrder) -> Callable[[], Arriving]:
         assert isinstance(order, LeasedLoad), "loads of a server's worker have a lease"
-        return self._side.load(order)
+        pending = self._pending[order.number] = self._side.load(order)
+        return pending
 
     # ---- a step
 
@@ -350,6 +355,8 @@ class Worker:
         """What has happened since the last poll; the engine asks once a step."""
         self._moves.line.look()
         polled = self.loads.poll()
+        for number in polled.ended:
+            self._pending.pop(number).end()
         stores, readable = self._stores.poll()
         return Report(polled.received, polled.failed, polled.ended, stores, readable)
 
@@ -389,8 +396,8 @@ class Worker:
         self.close()
 
     def _close_parts(self) -> None:
-        if self._engine is not None:
-            self._engine.close()
+        if self.engine is not None:
+            self.engine.close()
         if self._session is not None:
             self._session.close()
         if self._worker_side is not None:

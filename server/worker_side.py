@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -22,7 +22,7 @@ from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
 from lamella.server.arriving import GrantedTransfer
 from lamella.server.connection import ServerLostError
-from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Line, Moves
+from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Line, Moves, PendingLoad
 from lamella.server.protocol import Release, Retrieve
 
 _MARGIN_NS: Final = 1_000_000_000
@@ -66,10 +66,9 @@ class WorkerSide:
             attached = self._slots.get(self._epoch)
         return attached.ready_slots if attached is not None else 0
 
-    def load(self, order: LeasedLoad) -> Callable[[], Arriving]:
+    def load(self, order: LeasedLoad) -> PendingLoad:
         """As `Side.load`."""
-        fence = self._moves.fences.record()
-        return lambda: self._load(order, fence)
+        return self._moves.pending(order, self._load)
 
     def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
         moves = self._moves
@@ -88,13 +87,13 @@ class WorkerSide:
         def drained() -> None:
             ended()
             self._let_go(order.epoch)
-            moves.line.ask(Release(moves.line.session(), order.lease, moves.rank))
+            moves.line.ask(Release(moves.line.session, order.lease, moves.rank))
 
         try:
             objects = attached.objects(order.first_chunk, order.slots)
             answer = moves.line.ask(
                 Retrieve(
-                    moves.line.session(),
+                    moves.line.session,
                     order.lease,
                     moves.rank,
                     order.request,
