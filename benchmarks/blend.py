@@ -16,9 +16,10 @@ recompute ratio four arms take turns, each timed from an idle device to an idle 
 load that it hides is `saved / load`; where loading takes longer, the share of the recompute that is hidden behind it is
 `saved / recompute`. Both are written down for every ratio. The aim is 0.8 of the shorter one.
 
-Before anything is timed the bytes are checked: values in the blocks are those stored, to the bit, keys are theirs turned
-in float64, the rest of the cache keeps its poison, a run that waits for the device at every step computes the same, and
-with ratio 1 the last token's hidden state is a full prefill's. Exit code 1 if a check fails, 2 if the aim is missed.
+Before anything is timed the bytes are checked: values in the blocks are those stored, to the bit, keys are theirs,
+turned in float64, the rest of the cache keeps its poison, a run that waits for the device at every step computes the
+same, and with ratio 1 the last token's hidden state is a full prefill's. Exit code 1 if a check fails, 2 if the aim is
+missed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ from typing import Any
 
 import numpy as np
 import torch
-
 from blend_llama import Llama, Shape
+
 from lamella.connector.blend import Blended, Blender, Reuse
 from lamella.connector.blend_layers import BlendLayers
 from lamella.connector.blend_tensors import tensor_over
@@ -77,9 +78,9 @@ class ArmedConnector(BufferedConnector):
         else:
             future.add_done_callback(let_go)
 
-    def _scatter(self, one: BufferedPass, layer: int) -> None:
+    def _scatter(self, one: BufferedPass, *, through: int = -1) -> None:
         if self.scatters:
-            super()._scatter(one, layer)
+            super()._scatter(one, through=through)
 
     def _wait(self, one: BufferedPass, layer: int, *, on_host: bool) -> None:
         if self.scatters:

@@ -36,7 +36,7 @@ class Llama:
         self.shape = shape
         self.device = device
         self.rotation = Rotation.from_base(BASE, shape.head)
-        self.frequencies = torch.tensor(self.rotation.frequencies, dtype=torch.float32, device=device)
+        self.frequencies = torch.tensor(self.rotation.frequencies, dtype=torch.float64, device=device)
         self.before_layer: Callable[[], None] = lambda: None
         random = torch.Generator(device).manual_seed(seed)
 
@@ -68,7 +68,7 @@ class Llama:
         mixed = rms_norm(hidden, (shape.wide,)) @ self.layers[layer]["qkv"]
         heads = mixed.unflatten(-1, (-1, shape.head))  # [tokens, heads + 2 * kv_heads, head]
         q, k, v = heads.split((shape.heads, shape.kv_heads, shape.kv_heads), dim=1)
-        angles = (positions[:, None].double() * self.frequencies.double())[:, None]  # [tokens, 1, head / 2]
+        angles = (positions[:, None] * self.frequencies)[:, None]  # [tokens, 1, head / 2]
         cos, sin = angles.cos().float(), angles.sin().float()
         return self._turn(q, cos, sin), self._turn(k, cos, sin), v
 

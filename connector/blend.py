@@ -65,8 +65,8 @@ class BlendModel(Protocol):
     ) -> torch.Tensor:
         """The layer's output `[tokens, wide]`: attention and what follows it, residuals included.
 
-        `keys` and `values` are the whole sequence's, `[sequence, H, D]`; the query at position p sees rows 0 .. p.
-        Positions rise, and name every row once if there are as many.
+        `keys` and `values` are the whole sequence's, `[sequence, H, D]` of the cached type; the query at position p
+        sees rows 0 .. p. Positions rise, and name every row once if there are as many.
         """
         ...
 
@@ -243,8 +243,8 @@ class Blender:
             deviates = (keys[new].float() - kv.keys[rows].float()).square().sum((1, 2))
             deviates += (values[new].float() - kv.values[rows].float()).square().sum((1, 2))  # [optional]
             chosen = deviates.topk(kept, sorted=False).indices  # [kept]
-        kv.keys[active.rows] = keys
-        kv.values[active.rows] = values
+        kv.keys[active.rows] = keys.to(kv.keys.dtype)
+        kv.values[active.rows] = values.to(kv.values.dtype)
         if chosen is not None:
             active, kept_rows = active.keep(chosen)
             hidden, queries = hidden[kept_rows], queries[kept_rows]

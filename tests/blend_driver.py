@@ -86,7 +86,7 @@ class TinyLlama:
     ) -> torch.Tensor:
         self.at_layer(layer)
         w = self.layers[layer]
-        k, v = (x.repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))  # [sequence, HEADS, HEAD]
+        k, v = (x.to(hidden.dtype).repeat_interleave(HEADS // KV_HEADS, 1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", queries, k) / HEAD**0.5
         scores = scores.masked_fill(torch.arange(len(k), device=k.device) > positions[:, None], -torch.inf)
         hidden = hidden + torch.einsum("hqk,khd->qhd", scores.softmax(-1), v).flatten(1) @ w["o"]
