@@ -36,17 +36,15 @@ class Engine(StepRunner):
         if not job.request.load.slice_layers:
             self._due.append(job)
             self._look_soon()
-        elif self._settings.submit_at is not SubmitAt.ARRIVAL:
-            self._unsubmitted.append(job)
+        elif self._settings.submit_at is not SubmitAt.ARRIVAL or self._scheduler.blocks is not None:
+            self._unsubmitted.append(job)  # blocks are given out at polls
             self._look_soon()
-        elif self._unsubmitted or not self._scheduler.may_hold(job):
-            self._unsubmitted.append(job)
         else:
             self._submit(job)
             self._look_after_submission()
 
     def _look_after_submission(self) -> None:
-        if self._stretch is None or self._release.weighs_steps or self._due:
+        if self._stretch is None or self._release.weighs_steps or self._loads.delay_inputs() or self._due:
             self._look_soon()
         else:
             self._arm_timer(0)
@@ -145,12 +143,14 @@ class Engine(StepRunner):
         else:
             job.ending = Ending.FAILED
         job.thrown_back = in_step
+        if job.ending is Ending.FAILED and not in_step:
+            if self._step is None:
+                self._drop(job)
+            else:
+                self._dropped.append(job)  # it may still be charged with what the step stood
         if self._step is not None and self._step.blocked:
             self._advance_layers()
-        if job.ending is Ending.FAILED and not in_step:
-            self._drop(job)
-        if waits or job.ending is Ending.FAILED:
-            self._look_soon()
+        self._look_soon()
 
     def _drop(self, job: Job) -> None:
         if job in self._due:
@@ -207,6 +207,8 @@ class Engine(StepRunner):
         else:
             self._looked_ns = now if scheduler.waiting else None
             self._submit_behind()
+            if self._due:  # seen, by an engine that was busy until now: an idle one lets it join at its next look
+                self._poll_at(now + self._settings.idle_poll_ns, self._settings.idle_poll_ns)
             self._arm_timer(self._settings.idle_poll_ns)
 
     def _release_due(self, now: int, busy: bool) -> None:
@@ -232,8 +234,9 @@ class Engine(StepRunner):
     def _preempt(self) -> None:
         """Blocks for one more token each: the youngest lose theirs, and queue again with what they had generated."""
         lost = self._scheduler.preempt_for_decoding()
-        self._preempted = tuple(job.sequence for job in lost)
-        for job in lost:
+        self._preempted = tuple(job.sequence for job, _ in lost)
+        for job, again in lost:
+            self.prefilled_tokens -= again
             job.due = False
             job.polls = 0
             if job.request.load.slice_layers:

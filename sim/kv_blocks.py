@@ -35,8 +35,11 @@ class KvBlocks:
         return -(-tokens // self._block_tokens)
 
     def has_room_for(self, job: Job) -> bool:
-        """Whether the job's prompt fits beside what is held."""
-        return self.blocks_for(job.prefilled_context) - job.held_blocks <= self.free
+        """Whether the job's prompt fits beside what is held, and a block for each who decodes.
+
+        So room appears when somebody leaves, and never in the midst of a stretch of decode steps.
+        """
+        return self.blocks_for(job.prefilled_context) - job.held_blocks <= self.free - sum(self._fill)
 
     def hold(self, job: Job) -> None:
         """The job holds the blocks of its prompt; `has_room_for` has said that it may."""

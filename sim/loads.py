@@ -101,10 +101,9 @@ class Loads:
         ahead_ns = self._carrier.ahead_ns()
         return ahead_ns if self._in_flight_ns is None else min(ahead_ns, self._in_flight_ns)
 
-    @property
-    def inputs_may_wait(self) -> bool:
-        """Whether something is enqueued before the inputs of the next step."""
-        return self._in_flight_ns != 0 and self._carrier.ahead_ns() > 0
+    def delay_inputs(self, coming: bool = True) -> bool:
+        """Whether what is on the link, or coming to it, delays the steps that form meanwhile."""
+        return self._in_flight_ns != 0 and (coming or self._carrier.ahead_ns() > 0)
 
     def last_rank(self, job: Job) -> int:
         """Which rank brought the last slice last."""

@@ -69,14 +69,16 @@ class RankedLinks:
 
     def offer(self, transfer: Transfer) -> None:
         """A slice more is available on every rank."""
-        for link, copy in zip(self.links, self._copies.get(id(transfer), ()), strict=True):
+        copies = self._copies.get(id(transfer))  # none yet if a tier is quicker than the hand-over to the link
+        for link, copy in zip(self.links, copies, strict=True) if copies else ():
             copy.available = transfer.available
             link.offer(copy)
 
     def cancel(self, transfer: Transfer) -> None:
         """No rank carries more of it."""
         transfer.cancelled = True
-        for link, copy in zip(self.links, self._copies.pop(id(transfer), ()), strict=True):
+        copies = self._copies.pop(id(transfer), None)  # gone when it was never submitted, or all of it has crossed
+        for link, copy in zip(self.links, copies, strict=True) if copies else ():
             copy.on_landed = lambda _: None
             link.cancel(copy)
 

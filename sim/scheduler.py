@@ -140,17 +140,21 @@ class Scheduler:
         self.blocks.hold(job)
         return True
 
-    def preempt_for_decoding(self) -> list[Job]:
-        """Those who lose their blocks so that all others can decode one more token; they are in no queue any more."""
-        lost: list[Job] = []
+    def preempt_for_decoding(self) -> list[tuple[Job, int]]:
+        """Those who lose their blocks so that all others can decode one more token, and wait again.
+
+        Each with the tokens that it computes again beyond those it still had to: what was done, and what it generated.
+        """
+        lost: list[tuple[Job, int]] = []
         if self.blocks is not None:
             while self.blocks.growth(1) > self.blocks.free:
                 lost.append(self._preempt(self._running.popitem()[1]))
-            self._admits = not lost
+            self._admits = not lost or not (self.decode_batch or self._cut)
         return lost
 
-    def _preempt(self, job: Job) -> Job:
+    def _preempt(self, job: Job) -> tuple[Job, int]:
         assert self.blocks is not None, "blocks are lost only where they are counted"
+        again = job.computed_tokens - job.generated
         if job.decoding:
             left = job.done_at_step - self.decode_steps
             context = job.request.cached_tokens + job.request.new_tokens + job.request.output_tokens - 1 - left
@@ -166,7 +170,7 @@ class Scheduler:
         job.computed_tokens = 0
         job.released = False
         self.waiting[job.sequence] = job
-        return job
+        return job, again + job.generated
 
     def throw_back(self, job: Job) -> None:
         """The job's prefill begins again, in the next step."""
@@ -218,11 +222,12 @@ class Scheduler:
                 done.append(job)
         return done
 
-    def give_back(self, job: Job) -> None:
-        """The job that is done holds nothing any more."""
+    def leave(self, job: Job) -> None:
+        """The job is done; it holds its blocks as long as it stores them."""
         if self.blocks is not None:
             self._running.pop(job.sequence, None)
-            self.blocks.end(job, None)
+            if not job.storing:
+                self.blocks.end(job, None)
 
 
 def _take(job: Job, left: int | None, taken: list[tuple[Job, Chunk]]) -> int | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from lamella.reference.release import ReleasePolicy
 from lamella.reference.timeline import Chunk
 from lamella.sim.clock import Clock, Phase
+from lamella.sim.kv_blocks import KvBlocks
 from lamella.sim.loads import Loads
 from lamella.sim.records import Ending, StepRecord, Suffered
 from lamella.sim.requests import Job
@@ -60,6 +61,7 @@ class StepRunner:
         self._behind: list[Job] = []  # submitted behind the launch of the step under way
         self._behind_ns: int | None = None  # the end of that launch, for a step that still waits for layers
         self._due: list[Job] = []  # so many layers landed that a policy without forecast releases at the next poll
+        self._dropped: list[Job] = []  # failed beside the step under way; they leave with its end
         self._step: RunningStep | None = None
         self._stretch: DecodeStretch | None = None
         self._looked_ns: int | None = None  # last poll of an engine that is waiting; None in the other states
@@ -72,9 +74,14 @@ class StepRunner:
         """Told of each job whose store left the device after its last token."""
 
     @property
+    def blocks(self) -> KvBlocks | None:
+        """Its KV blocks; None where they are not counted."""
+        return self._scheduler.blocks
+
+    @property
     def computing(self) -> bool:
-        """Whether a step is under way."""
-        return self._step is not None or self._stretch is not None
+        """Whether a step is under way, or has ended in this instant and the next is not formed yet."""
+        return self._step is not None or self._stretch is not None or self._step_ended
 
     # ---------------------------------------------------------------- what the engine around it does
 
@@ -197,6 +204,8 @@ class StepRunner:
                     done.append(job)
                 else:
                     self._scheduler.begin_decoding(job)
+        while self._dropped:
+            self._drop(self._dropped.pop(0))
         self._finish(done)
         self._step_ended = True
         self._poll_at(now, now - step.polled_ns)
@@ -237,9 +246,12 @@ class StepRunner:
 
     def _begin_stretch(self) -> None:
         scheduler = self._scheduler
-        # A policy that weighs the last step's length is asked at every poll while it has something to decide.
-        asked = self._release.weighs_steps and any(job.transfer for job in scheduler.waiting.values())
-        singly = asked or bool(self._due) or self._loads.inputs_may_wait
+        # While a load is on its way, a policy that weighs the last step's length is asked at every poll, and inputs
+        # that queue behind the load delay every step.
+        coming = any(job.transfer for job in scheduler.waiting.values())
+        asked = (self._release.weighs_steps and coming) or self._loads.delay_inputs(coming)
+        # Nobody is admitted at a poll at which blocks were lost, so the next one is a step later.
+        singly = asked or self._due or self._preempted
         planned = scheduler.steps_to_next_end if self._fast_forward and not singly else 1
         now = self._clock.now_ns
         extra = self._delay_ns - self._settings.start_delay_ns + self._loads.inputs_wait_ns()
@@ -292,8 +304,7 @@ class StepRunner:
 
     def _finish(self, done: Sequence[Job]) -> None:
         for job in done:
-            if not job.storing:
-                self._scheduler.give_back(job)
+            self._scheduler.leave(job)
             self._on_done(job)
 
     def _store(self, job: Job) -> None:
@@ -305,7 +316,7 @@ class StepRunner:
         job.storing = False
         job.stored_ns = self._clock.now_ns
         if job.ended:
-            self._scheduler.give_back(job)
+            self._scheduler.leave(job)
             self.on_stored(job)
-            if self._scheduler.blocks is not None and self._scheduler.waiting:
+            if self._scheduler.blocks is not None:
                 self._look_soon()

@@ -33,6 +33,7 @@ from lamella.reference.release import ReleasePolicy
 from lamella.sim.clock import Clock, Phase
 from lamella.sim.engine import Engine
 from lamella.sim.hardware import Hardware
+from lamella.sim.kv_blocks import KvBlocks
 from lamella.sim.loads import Loads
 from lamella.sim.paths import TierReader, build_carrier, note_of
 from lamella.sim.records import RequestRecord, SliceRecord, Station, StepRecord
@@ -113,6 +114,11 @@ class World:
     def stall_ns(self) -> int:
         """Time steps have stood waiting for a layer."""
         return self._engine.stall_ns
+
+    @property
+    def blocks(self) -> KvBlocks | None:
+        """The engine's KV blocks; None where they are not counted."""
+        return self._engine.blocks
 
     @property
     def backlog_tokens(self) -> int:
