@@ -7,17 +7,14 @@ what vLLM's own loop does after an empty step: it sleeps a millisecond.
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import gc
 import json
 import logging
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +23,7 @@ from concurrency_cells import Arm, Cell, Group
 from concurrency_probe import Probe
 from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
 from concurrency_weights import count_parameters, seed_weights
+from connector_exchange import BASE_SETTINGS, FILL, ConnectorExchange, keep_pool
 from kept_pool import KeptPool
 from step_time_cells import MODEL
 
@@ -41,10 +39,6 @@ _TINY_ENVIRONMENT: Final = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
 }
-BASE_SETTINGS: Final[dict[str, Any]] = {"max_loads": 32, "max_load_gib": 96.0, "load_timeout_s": 60.0}
-_FILL: Final = {"layers_per_slice": 0, "release": "whole"}
-_CONTROL_GB_PER_S: Final = 5.0
-"""The control that reads early gets its KV so slowly that every layer is read before it has landed."""
 
 
 class ConcurrencyEngine:
@@ -63,7 +57,7 @@ class ConcurrencyEngine:
         self._pool: KeptPool | None = None
         if self.peer is None:
             self._pool = KeptPool("cpu" if tiny else "cuda:0", 64 << 20 if tiny else group.pool_bytes)
-            self._keep_pool()
+            keep_pool(self._pool)
         begin = time.perf_counter()
         self.llm = self._make_llm()
         logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.base").setLevel(logging.ERROR)
@@ -89,8 +83,7 @@ class ConcurrencyEngine:
         self._open: set[str] = set()
         self._settles = 0
         self._filled: dict[int, set[int]] = {}
-        self._arm = ""
-        self._learned: dict[str, Any] = {}
+        self._exchange = ConnectorExchange(self._engine, group, tiny, self.probe) if self.peer is None else None
         self._top: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
         self.switch_ms = 0.0
@@ -99,17 +92,6 @@ class ConcurrencyEngine:
         self.parameters = self.llm.apply_model(count_parameters if tiny else seed_weights)[0]
 
     # ---- set-up
-
-    def _keep_pool(self) -> None:
-        from lamella.connector.vllm_worker import WorkerSide
-
-        pool = self._pool
-        assert pool is not None
-
-        def kept(worker: Any, object_bytes: int) -> Any:
-            return pool.cut(object_bytes)
-
-        WorkerSide._make_memory = kept  # type: ignore[assignment,method-assign]
 
     def _make_llm(self) -> Any:
         import vllm
@@ -150,7 +132,7 @@ class ConcurrencyEngine:
         if self.peer is not None:
             extra = {"cpu_bytes_to_use": self.group.pool_bytes, **self.group.peer_settings}
             return {"kv_connector": self.peer, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        first = _FILL if self.group.full_graphs else {"layers_per_slice": 1, "release": "first"}
+        first = FILL if self.group.full_graphs else {"layers_per_slice": 1, "release": "first"}
         return {
             "kv_connector": "LamellaConnector",
             "kv_connector_module_path": "lamella.connector.vllm",
@@ -189,89 +171,13 @@ class ConcurrencyEngine:
         Raises:
             RuntimeError: something is in flight.
         """
-        if self.peer is not None:
+        if self._exchange is None:
             return
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-        from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-
-        from lamella.connector.safety_rules import SafetyRules
-        from lamella.connector.vllm import LamellaConnector
-
         begin = time.perf_counter()
         self.settle()
-        worker_end, scheduler_end = get_kv_transfer_group(), self._scheduler.connector
-        old = scheduler_end.scheduler
-        if self._engine.has_unfinished_requests() or old.has_open_work:
-            raise RuntimeError("an arm can be exchanged only while nothing is in flight: call settle() first")
-        config = self._config_of({} if arm is None or arm.settings is None else arm.settings, cell, arm is None)
-        LamellaConnector._rules = SafetyRules(wait_for_released=arm is None or arm.obeys_waits)
-        slow = cell.tier_gb_per_s if arm is None or arm.obeys_waits else _CONTROL_GB_PER_S
-        LamellaConnector._engine_options = self._tier_options(slow)
-        tensors = worker_end.worker.tensors
-        worker_end.worker.close()
-        try:
-            worker = LamellaConnector(config, KVConnectorRole.WORKER, worker_end._kv_cache_config)
-            worker.register_kv_caches(tensors)
-            scheduler = LamellaConnector(config, KVConnectorRole.SCHEDULER, scheduler_end._kv_cache_config)
-        finally:
-            LamellaConnector._rules, LamellaConnector._engine_options = SafetyRules(), {}
-        handshake = worker.get_handshake_metadata()
-        assert handshake is not None
-        scheduler.set_xfer_handshake_metadata({0: handshake})
-        scheduler.bind_gpu_block_pool(self._block_pool)
-        side = scheduler.scheduler
-        assert side is not None
-        if old._facts.space.chunk_tokens == cell.chunk:
-            side.index, side._num_slots = old.index, old._num_slots
-        else:
+        if not self._exchange.exchange(arm, cell):
             self._filled.clear()
-        self._keep_learned(old, side, arm)
-        if arm is not None:
-            if not cell.stores:
-                side._store = lambda one: []  # type: ignore[method-assign]
-            if arm.settings is None:
-                side.matched_tokens = lambda request, local_hit: (0, False)  # type: ignore[method-assign]
-        if self.tiny and slow is not None:
-            assert worker.worker is not None
-            threading.Thread(target=_let_windows_move, args=(worker.worker.engine,), daemon=True).start()
-        worker_end.__dict__.update(worker.__dict__)
-        scheduler_end.__dict__.update(scheduler.__dict__)
-        self.probe.attach(worker_end, side)
         self.switch_ms = 1e3 * (time.perf_counter() - begin)
-
-    def _keep_learned(self, old: Any, new: Any, arm: Arm | None) -> None:
-        """What an arm that corrects its profile has observed goes on to its next repeat, as in an engine that stays."""
-        if getattr(old, "_auto", None) is not None:
-            self._learned[self._arm] = old._auto.correction
-        self._arm = "" if arm is None else arm.name
-        if getattr(new, "_auto", None) is not None and self._arm in self._learned:
-            new._auto.correction = self._learned[self._arm]
-
-    def _config_of(self, settings: Mapping[str, Any], cell: Cell, fills: bool) -> Any:
-        extra = {**BASE_SETTINGS, "chunk_tokens": cell.chunk, "layers_per_slice": cell.width, **settings}
-        if fills or self.group.full_graphs:
-            extra |= _FILL
-        if self.tiny:
-            extra |= {"staging_mib": 4, "window_mib": 1}
-        config = copy.copy(self._engine.vllm_config)
-        config.kv_transfer_config = copy.copy(config.kv_transfer_config)
-        config.kv_transfer_config.kv_connector_extra_config = extra
-        return config
-
-    def _tier_options(self, gb_per_s: float | None) -> dict[str, Any]:
-        """A lane that looks for a window no sooner than that rate allows, one window at a time: a slower link.
-
-        A lane learns to look up to a tenth earlier than the rate says. On the CPU windows move when they are let.
-        """
-        from lamella.cuda_ext.rates import H200_RATES
-
-        if gb_per_s is None:
-            return {}
-        if self.tiny:
-            return {"paced": True, "in_flight_bytes": 1, "window_bytes": 1 << 17}
-        rates = dataclasses.replace(H200_RATES, wire_bytes_per_s=0.9e9 * gb_per_s)
-        window = (1 << 20) if gb_per_s < 10 else 4 << 20
-        return {"rates": rates, "in_flight_bytes": 1, "window_bytes": window, "gather_factor": 0.0}
 
     # ---- documents
 
@@ -507,17 +413,3 @@ class ConcurrencyEngine:
         gc.collect()
         if self._pool is not None:
             self._pool.close()
-
-
-def _let_windows_move(engine: Any) -> None:
-    """A window of 128 KiB every two milliseconds, until the engine is closed."""
-    from lamella.cuda_ext._engine_library import TransferStopped
-    from lamella.reference.plan import Direction
-
-    try:
-        engine.grant(Direction.STORE, 1 << 40)
-        while True:
-            engine.grant(Direction.RETRIEVE, 1)
-            time.sleep(0.002)
-    except TransferStopped:
-        return
