@@ -200,7 +200,7 @@ def summary(raw: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
             rounds = list(zip(raw.get(arm, {}).get(cell, ()), raw.get(base, {}).get(cell, ()), strict=False))
             ratios = [100 * (mine / other - 1) for mine, other in rounds]
             if len(ratios) > 1:
-                low, middle, high = statistics.quantiles(ratios, n=4)
+                low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
                 found[cell][f"{arm} over {base}, %"] = [round(value, 2) for value in (low, middle, high)]
     return found
 
