@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar
 
 import msgspec
 import zmq
@@ -46,6 +46,9 @@ from lamella.server.wire import EVERY_RANK, Code, Events, Tables, Width
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer", bound=Message)
+
+_REGISTER_S: Final = 10.0
+"""Least bound of a registration, for which a server makes memory."""
 
 MISS = Found(lease=0, num_chunks=0, slots=(), pending=False)
 
@@ -298,11 +301,14 @@ class CacheSession:
         self._woken.set()
 
     def _begin(self, connection: Connection) -> None:
-        registered = connection.call(self._register, Registered, max(self._timeout_s, 10.0))
+        bound_s = max(self._timeout_s, _REGISTER_S)
+        registered = connection.call(self._register, Registered, bound_s)
         number = 1 if self._epoch is None else self._epoch.number + 1
         epoch = Epoch(number, registered)
         self._on_epoch(epoch)
-        connection.call(Ping(registered.session, self._ready_slots()), Pong)  # slots are handed out from here on
+        connection.call(
+            Ping(registered.session, self._ready_slots()), Pong, bound_s
+        )  # slots are handed out from here on
         self._epoch, self._lost = epoch, ""
 
     def _keep(self) -> None:

@@ -134,6 +134,8 @@ def _close_in_children(fd: int, mark: weakref.ref[AliveMark]) -> None:
 def is_alive(folder: Path, name: str) -> bool:
     """Whether the process that made this mark lives; the mark of one that does not is removed.
 
+    Where it cannot be told (no descriptor left), it lives: what it holds is not to be taken from it by mistake.
+
     Raises:
         ValueError: no name of a mark.
     """
@@ -141,8 +143,10 @@ def is_alive(folder: Path, name: str) -> bool:
         raise ValueError(f"not the name of a client's file: {name!r}")
     try:
         fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
+    except FileNotFoundError:
         return False
+    except OSError:
+        return True
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

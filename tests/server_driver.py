@@ -235,7 +235,8 @@ class ServerProcess:
     def __init__(self, folder: Path, *options: str, memory: str = "1MiB") -> None:
         self.folder = folder / "serve"
         self.log = folder / "serve.log"
-        self._command = [sys.executable, "-m", "lamella.cli.main"]
+        self.pids: list[int] = []
+        folder.mkdir(exist_ok=True)
         command = ["serve", "--folder", str(self.folder), "--memory", memory, *options]
         if "--http" not in options:
             command += ["--http", "off"]
@@ -246,6 +247,11 @@ class ServerProcess:
         self._from = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        self.pids.append(self.process.pid)
+
+    def memories(self) -> list[Path]:
+        """Shared memory that the process, or one before it, has left under a name."""
+        return [path for pid in self.pids for path in Path("/dev/shm").glob(f"lamella-{pid}-*")]
 
     def lines(self) -> list[dict[str, Any]]:
         """What it has logged since its last start."""
@@ -285,11 +291,6 @@ def server_process(folder: Path, *options: str, memory: str = "1MiB") -> Iterato
     finally:
         if server.process.poll() is None:
             server.kill()
-
-
-def shared_memories() -> set[Path]:
-    """Files of shared memory of this user's Lamella processes."""
-    return set(Path("/dev/shm").glob("lamella-*"))
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:

@@ -15,6 +15,7 @@ import pytest
 from lamella.connector.safety_rules import ALL_RULES
 from lamella.cuda_ext._library import LibraryMissingError
 from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.plan import Direction
 from lamella.server.connection import ServerLostError
@@ -119,7 +120,7 @@ def test_a_released_request_drains_with_its_future_unresolved(server: ServerProc
         assert report.loads == {}
         assert worker.num_open == 1
         assert memory.right_layers(keys, THERE) == [0]
-        assert worker.loads.transfer(number).state.is_final is False
+        assert _transfer(worker, number).state.is_final is False
         engine.grant(Direction.RETRIEVE, 1000)
         assert until(worker, lambda report: number in report.loads)[-1].loads[number].ok
         assert memory.right_layers(keys, THERE) == list(range(32))
@@ -141,7 +142,7 @@ def test_the_servers_own_move_drains_too(tmp_path: Path) -> None:
             number, _locked = load(worker, keys, there)
             until(worker, lambda report: "r" in report.received)
             os.kill(server.process.pid, signal.SIGSTOP)
-            transfer = worker.loads.transfer(number)
+            transfer = _transfer(worker, number)
             landed = transfer.query().landed
             if landed < 32:
                 break
@@ -405,7 +406,7 @@ def test_a_server_killed_in_the_middle_costs_a_failed_load_within_its_bound(tmp_
             number, _locked = load(worker, keys, there)
             until(worker, lambda report: "r" in report.received)
             os.kill(server.process.pid, signal.SIGSTOP)
-            if worker.loads.transfer(number).query().landed < 32:
+            if _transfer(worker, number).query().landed < 32:
                 break
             os.kill(server.process.pid, signal.SIGCONT)
             until(worker, lambda report, wanted=number: wanted in report.loads)
@@ -454,6 +455,13 @@ def test_without_a_server_a_worker_says_so_at_once(tmp_path: Path, memory: RankM
 
 
 # ---- pieces
+
+
+def _transfer(worker: Worker, number: int) -> Arriving:
+    load = worker.loads.find(number)
+    assert load is not None
+    assert load.transfer is not None
+    return load.transfer
 
 
 def _rank(memory: RankMemory) -> RankOfEngine:
