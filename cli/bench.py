@@ -1,9 +1,10 @@
-"""`lamella bench transfer`: how fast this machine's device moves KV, measured against a raw copy of the same bytes."""
+"""`lamella bench`: how fast this machine moves KV, alone and through a running server, against raw copies."""
 
 from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -71,3 +72,64 @@ def register(app: typer.Typer) -> None:
             typer.echo(line)
         if json_path is not None:
             json_path.write_text(json.dumps(report.as_mapping(), indent=1) + "\n", encoding="utf-8")
+
+    @bench.command()
+    def server(
+        folder: Annotated[Path | None, typer.Option(help="The server's; by default as `lamella serve`.")] = None,
+        device: Annotated[str, typer.Option(help='"cpu" or "cuda:N".')] = "cuda:0",
+        size: Annotated[str, typer.Option(help="Bytes of one retrieve, such as 1GiB.")] = "1GiB",
+        side: Annotated[str, typer.Option(help="Whose process moves the bytes: worker or server.")] = "worker",
+        form: Annotated[str, typer.Option(help="Of the objects: token or block.")] = "token",
+        widths: Annotated[str, typer.Option(help="Layers per slice, 0 for chunk-major.")] = "1,8,32,0",
+        beside: Annotated[str, typer.Option(help="Loads, of idle and elsewhere.")] = "idle,elsewhere",
+        rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix products beside.")] = 1024,
+        repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind that count.")] = 9,
+        layers: Annotated[int | None, typer.Option(min=1, help="Layers of the shape, for a quick look.")] = None,
+        json_path: Annotated[Path | None, typer.Option("--json", help="Write every repeat to this file.")] = None,
+    ) -> None:
+        """Stores, looks up and retrieves through a running `lamella serve`, its bytes checked, against raw copies."""
+        from lamella.cuda_ext.bench_cases import BLOCK_SHAPE, MAIN_SHAPES
+        from lamella.cuda_ext.provenance import provenance_of
+
+        try:
+            from lamella.server.bench import ServerBench, ServerBenchSettings
+            from lamella.server.connection import ServerLostError
+            from lamella.server.endpoint import default_folder
+            from lamella.server.frames import RefusedError
+            from lamella.server.protocol import TransferSide
+        except ImportError as missing:
+            typer.echo(f"Error: {missing}: pip install 'lamella[server]'", err=True)
+            raise typer.Exit(1) from missing
+
+        with refuse_bad_input():
+            if json_path is not None:
+                check_writable(json_path)
+            unknown = set(beside.split(",")) - {"idle", "elsewhere"}
+            if unknown:
+                raise ValueError(f"beside names idle and elsewhere, got {', '.join(sorted(unknown))}")
+            shapes = {"token": MAIN_SHAPES[0], "block": BLOCK_SHAPE}
+            if form not in shapes:
+                raise ValueError(f"form is token or block, got {form!r}")
+            shape = shapes[form]
+            if layers is not None:
+                shape = replace(shape, geometry=replace(shape.geometry, num_layers=layers))
+            settings = ServerBenchSettings(
+                transfer_side=TransferSide(side),
+                widths=tuple(int(width) for width in widths.split(",")),
+                loads=tuple(_LOADS[load] for load in beside.split(",")),
+                repeats=repeats,
+                rows=rows,
+            )
+            num_bytes = parse_measured_bytes(size, copies=4)
+            found = open_device(device)
+            try:
+                measured = ServerBench(folder or default_folder(), found, shape, num_bytes, settings)
+            except (ServerLostError, RefusedError, OSError) as refused:
+                raise ValueError(f"no server to measure: {refused}; start one with `lamella serve`") from refused
+        with measured:
+            report = measured.run(lambda line: typer.echo(f"… {line}", err=True))
+        for line in report.lines():
+            typer.echo(line)
+        if json_path is not None:
+            whole = {"provenance": asdict(provenance_of(found, ["lamella", *sys.argv[1:]]))} | report.as_mapping()
+            json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,12 +39,14 @@ class LeasedLoad(LoadOrder):
         lease: of the lookup.
         epoch: registration whose slots these are.
         locked_until_ns: until when the lookup's lock holds without a transfer (`time.monotonic_ns`).
+        layers_per_slice: of this load; None: the worker's.
         (others): as `LoadOrder`; `slots` are this rank's.
     """
 
     lease: int
     epoch: int
     locked_until_ns: int
+    layers_per_slice: int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,20 @@ class Fences:
             event.close()
 
 
+class Cut(NamedTuple):
+    """How one load moves.
+
+    Attributes:
+        slices: its units, in order.
+        layers_per_slice: what cut them; 0: chunk-major.
+        slot: where they are counted; None when chunk-major.
+    """
+
+    slices: tuple[Slice, ...]
+    layers_per_slice: int | tuple[int, ...]
+    slot: ArrivalSlot | None
+
+
 @dataclass(frozen=True, slots=True)
 class Moves:
     """What both sides need to move this rank's bytes.
@@ -157,8 +173,7 @@ class Moves:
     Attributes:
         rank: of the engine.
         num_layers: of the stage.
-        slices: layer-major; one slice if the width is off.
-        layers_per_slice: the width or schedule they were cut by; 0: off.
+        layers_per_slice: width or schedule of a load that names none; 0: chunk-major.
         pool: arrival slots.
         line: to the server.
         fences: of the engine's stream.
@@ -170,7 +185,6 @@ class Moves:
 
     rank: int
     num_layers: int
-    slices: tuple[Slice, ...]
     layers_per_slice: int | tuple[int, ...]
     pool: LayerArrivalPool
     line: Line
@@ -180,18 +194,17 @@ class Moves:
     null_block: int | None
     timeout_s: float
 
-    def cut(self) -> tuple[tuple[Slice, ...], ArrivalSlot | None]:
-        """A retrieve's slices and its arrival slot; chunk-major without one, the reason said once."""
-        whole = plan_slices(self.num_layers, self.num_layers)
-        if not self.layers_per_slice:
-            return whole, None
-        slot = self.pool.take()
-        if slot is None:
+    def cut(self, order: LeasedLoad) -> Cut:
+        """How a load moves: chunk-major without a width or an arrival slot, the reason said once."""
+        width = self.layers_per_slice if order.layers_per_slice is None else order.layers_per_slice
+        slot = self.pool.take() if width else None
+        if slot is not None:
+            return Cut(plan_slices(self.num_layers, width), width, slot)
+        if width:
             reason, first = self.pool.why_none()
             if first:
                 _log.warning("retrieves run chunk-major: %s", reason)
-            return whole, None
-        return self.slices, slot
+        return Cut(plan_slices(self.num_layers, self.num_layers), 0, None)
 
     def place(self, slot: ArrivalSlot | None) -> str | None:
         """A slot as it is sent."""

@@ -30,7 +30,7 @@ class ServerSide:
 
     def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
         moves = self._moves
-        slices, slot = moves.cut()
+        slices, width, slot = moves.cut(order)
         begun = time.monotonic()
 
         def ended() -> None:
@@ -49,7 +49,7 @@ class ServerSide:
                 moves.sent_null_block,
                 moves.place(slot),
                 (event[1],) if event is not None else (),
-                moves.layers_per_slice if slot is not None else 0,
+                width,
             )
         except BaseException:
             ended()

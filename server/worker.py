@@ -59,14 +59,12 @@ class Worker:
         folder: the server's.
         of: which rank this is.
         caches: its paged caches.
-        transfer_side: whose process moves the bytes. Caches that the server cannot move by copy engines alone, or not
-            open, fall back to this process, the reason said.
+        transfer_side: whose process moves the bytes; this one, the reason said, where the server cannot.
         layers_per_slice: width or schedule; 0: chunk-major.
         layerwise_stores: stores leave layer by layer while the step computes; this process's side only.
         release: when a request may run.
         num_arrival_slots: retrieves that can be layer-major at the same time.
-        wait_timeout_s: bound of each wait for a layer.
-        load_timeout_s: a retrieve that has not landed by then fails.
+        wait_timeout_s, load_timeout_s: bounds of a wait for a layer, and of a whole retrieve.
         stream: the stream that computes now, as `cudaStream_t`.
         rules: all of them, outside tests.
         engine_options: for the transfer engine.
@@ -110,12 +108,10 @@ class Worker:
         self._board = LayerArrivalBoard.create(num_arrival_slots)
         self.arrivals = LayerArrivalPool(self._board)
         """Entries of this rank's board."""
-        width = layers_per_slice or layout.num_layers
-        slices = plan_slices(layout.num_layers, width)
+        slices = plan_slices(layout.num_layers, layers_per_slice or layout.num_layers)
         moves = Moves(
             rank=of.rank,
             num_layers=layout.num_layers,
-            slices=slices,
             layers_per_slice=layers_per_slice,
             pool=self.arrivals,
             line=Line(Connection(folder, timeout_s=call_timeout_s), lambda: self.session.epoch.registered.session),
@@ -236,6 +232,7 @@ class Worker:
         *,
         skip_tokens: int = 0,
         joins_step: bool = False,
+        layers_per_slice: int | tuple[int, ...] | None = None,
     ) -> int:
         """The retrieve is on its way; returns its number.
 
@@ -245,6 +242,7 @@ class Worker:
             blocks: block tables of the sequence from its first token on, one a KV cache group.
             num_tokens, skip_tokens: tokens `[skip_tokens, num_tokens)` are brought, within the chunks that were locked.
             joins_step: the request runs in this very step instead of waiting to be reported.
+            layers_per_slice: of this retrieve; None: the worker's.
         """
         number = self._take_number()
         rows = locked.found.slots
@@ -260,6 +258,7 @@ class Worker:
             lease=locked.found.lease,
             epoch=locked.epoch,
             locked_until_ns=locked.until_ns,
+            layers_per_slice=layers_per_slice,
         )
         self.begin_load(order)
         return number
@@ -271,7 +270,7 @@ class Worker:
         self.loads.begin(order, time.monotonic_ns())
 
     def abort(self, number: int) -> None:
-        """Nobody reads the retrieve: what was not issued of it never will be. Its end is still reported."""
+        """Nobody reads the retrieve: what was not issued of it never will be; its end is reported."""
         self.loads.cancel(number)
 
     def _begin_load(self, order: LoadOrder) -> Callable[[], Arriving]:
@@ -376,10 +375,7 @@ class Worker:
     @property
     def is_connected(self) -> bool:
         """Whether the server is there; without it everything is a miss."""
-        try:
-            return bool(self.session.epoch)
-        except ServerLostError:
-            return False
+        return self._moves.line.session != 0
 
     # ---- the end
 

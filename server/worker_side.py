@@ -72,7 +72,7 @@ class WorkerSide:
 
     def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
         moves = self._moves
-        slices, slot = moves.cut()
+        slices, width, slot = moves.cut(order)
 
         def ended() -> None:
             moves.fences.give(event)
@@ -103,7 +103,7 @@ class WorkerSide:
                     -1,
                     moves.place(slot),
                     (event[1],) if event is not None and slot is not None else None,
-                    moves.layers_per_slice if slot is not None else 0,
+                    width,
                 )
             )
             begun = time.monotonic()

@@ -1,0 +1,391 @@
+"""`lamella bench server`: what a retrieve through a running server takes, against one raw copy of the same bytes.
+
+Each repeat poisons the blocks, makes a raw pinned copy, then looks up and retrieves; the bytes of every repeat's kind
+are checked against the bench's own copy of them, which the server never saw. Times are the caller's: `last_layer_ns` is
+from before the lookup until the last layer has landed (by the device's clock), `released_ns` from the retrieve's call
+until the poll that reports it, polled without a pause.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, NamedTuple, Self
+
+from lamella.cuda_ext.bench_cases import BenchMemory, BenchShape
+from lamella.cuda_ext.beside import OtherProcess, torch_reason
+from lamella.cuda_ext.device import Device, ProbeMethod, RawCopy
+from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.shared_memory import HostMemory
+from lamella.reference.geometry import KVGeometry, ObjectForm
+from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
+from lamella.reference.layout import ObjectLayout
+from lamella.reference.plan import Direction
+from lamella.server.protocol import TransferSide
+from lamella.server.rank import RankCaches, RankOfEngine
+from lamella.server.worker import Worker
+
+TIMEOUT_S: Final = 60.0
+IDLE, ELSEWHERE = "idle", "products elsewhere"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerBenchSettings:
+    """How the bench measures.
+
+    Args:
+        transfer_side: whose process moves the bytes.
+        widths: layers per slice; 0: chunk-major.
+        loads: of `IDLE` and `ELSEWHERE`.
+        repeats: runs of each kind that count.
+        warm_up: runs before them that do not.
+        rows: tokens of the products beside.
+        lookups: of each size.
+    """
+
+    transfer_side: TransferSide = TransferSide.WORKER
+    widths: tuple[int, ...] = (1, 8, 32, 0)
+    loads: tuple[str, ...] = (IDLE, ELSEWHERE)
+    repeats: int = 9
+    warm_up: int = 2
+    rows: int = 1024
+    lookups: int = 300
+
+
+class Sample(NamedTuple):
+    """One retrieve and the raw copy before it, in nanoseconds."""
+
+    raw_ns: int
+    lookup_ns: int
+    released_ns: int
+    first_layer_ns: int
+    last_layer_ns: int
+    released_slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveRow:
+    """Retrieves of one kind.
+
+    Attributes:
+        load: what ran beside.
+        width: layers per slice; 0: chunk-major.
+        samples: one a repeat.
+        copy_method: that the worker's engine chose; "" where the server moved.
+    """
+
+    load: str
+    width: int
+    samples: tuple[Sample, ...]
+    copy_method: str
+
+    def median(self, name: str) -> float:
+        """Of one of the samples' fields."""
+        return float(statistics.median(getattr(sample, name) for sample in self.samples))
+
+    @property
+    def ratio(self) -> float:
+        """Median of last layer, lookup included, over the raw copy of the same repeat."""
+        return statistics.median(sample.last_layer_ns / sample.raw_ns for sample in self.samples)
+
+    def line(self) -> str:
+        """For people."""
+        middle = {name: self.median(name) / 1e6 for name in ("raw_ns", "last_layer_ns", "released_ns")}
+        return (
+            f"{self.load:<19} width {self.width or 'off':>3}  last layer {middle['last_layer_ns']:7.2f} ms = "
+            f"{self.ratio:5.3f} x raw ({middle['raw_ns']:.2f} ms)  released after {middle['released_ns']:6.3f} ms"
+        )
+
+
+@dataclass(slots=True)
+class ServerBenchReport:
+    """What was measured."""
+
+    transfer_side: str
+    num_bytes: int
+    shape: str
+    retrieves: list[RetrieveRow] = field(default_factory=list)
+    store_ns: list[int] = field(default_factory=list)
+    lookups_ns: dict[int, list[int]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"{self.num_bytes >> 20} MiB, {self.shape}, moved by the {self.transfer_side}"]
+        found += [row.line() for row in self.retrieves]
+        if self.store_ns:
+            found.append(f"store, until others can read it: {statistics.median(self.store_ns) / 1e6:.2f} ms")
+        for chunks, taken in self.lookups_ns.items():
+            at = sorted(taken)
+            middle, late = at[len(at) // 2] / 1e6, at[len(at) * 99 // 100] / 1e6
+            found.append(f"lookup of {chunks} chunks: p50 {middle:.3f} ms, p99 {late:.3f} ms")
+        return [*found, *(f"skipped: {reason}" for reason in self.skipped)]
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Every repeat."""
+        return {
+            "transfer_side": self.transfer_side,
+            "num_bytes": self.num_bytes,
+            "shape": self.shape,
+            "retrieves": [
+                {
+                    "load": row.load,
+                    "width": row.width,
+                    "copy_method": row.copy_method,
+                    "ratio": row.ratio,
+                    "samples": [sample._asdict() for sample in row.samples],
+                }
+                for row in self.retrieves
+            ],
+            "store_ns": self.store_ns,
+            "lookups_ns": {str(chunks): taken for chunks, taken in self.lookups_ns.items()},
+            "skipped": self.skipped,
+        }
+
+
+class ServerBench:
+    """One rank with a prefix of its own on a running server; a context manager.
+
+    Args:
+        folder: the server's.
+        device: whose memory the blocks are in.
+        shape: of the cache and objects.
+        num_bytes: about how many a retrieve moves; whole chunks.
+        settings: how.
+        engine_options: for the worker's `TransferEngine`.
+
+    Raises:
+        RuntimeError: the server has no room for the prefix, or moved wrong bytes.
+        (others): as `Worker`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        device: Device,
+        shape: BenchShape,
+        num_bytes: int,
+        settings: ServerBenchSettings,
+        engine_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._folder = folder
+        self._device = device
+        self._shape = shape
+        self.settings = settings
+        self._stack = contextlib.ExitStack()
+        with contextlib.ExitStack() as stack:
+            tokens = shape.tokens_of(num_bytes)
+            self.memory = stack.enter_context(BenchMemory(device, shape, tokens))
+            pages = -(-self.memory.num_bytes // mmap.PAGESIZE)
+            self._raw_memory = stack.enter_context(contextlib.closing(HostMemory.anonymous(pages * mmap.PAGESIZE)))
+            registrar = device.registrar()
+            registrar.register(self._raw_memory.address, self._raw_memory.num_bytes)
+            stack.callback(registrar.unregister, self._raw_memory.address, self._raw_memory.num_bytes)
+            layers = shape.geometry.num_layers
+            space = KeySpace(
+                f"bench {os.getpid()}",
+                "bfloat16",
+                shape.form,
+                shape.memory,
+                shape.geometry.chunk_tokens,
+                0,
+                1,
+                (0, layers),
+            )
+            self.worker = stack.enter_context(
+                Worker(
+                    folder,
+                    RankOfEngine(f"bench-{os.getpid()}", space),
+                    RankCaches(shape.layout, self.memory.engines, device.name),
+                    transfer_side=settings.transfer_side,
+                    engine_options=engine_options,
+                )
+            )
+            self._keys = chunk_keys(space, range(tokens))
+            self._space = space
+            self._stack = stack.pop_all()
+        self.report = ServerBenchReport(self.worker.transfer_side.value, self.memory.num_bytes, shape.name)
+
+    def run(self, progress: Callable[[str], None] = lambda line: None) -> ServerBenchReport:
+        """Everything has been measured; what cannot be here is in the report with its reason.
+
+        Raises:
+            RuntimeError: wrong bytes.
+        """
+        progress("store")
+        self.store()
+        loads = list(self.settings.loads)
+        if ELSEWHERE in loads and (reason := torch_reason(self._device.name)):
+            self.report.skipped.append(f"{ELSEWHERE}: {reason}")
+            loads.remove(ELSEWHERE)
+        with contextlib.ExitStack() as stack:
+            other = None
+            if ELSEWHERE in loads:
+                other = stack.enter_context(OtherProcess(self._device.name, self.settings.rows))
+            for load in loads:
+                beside = other.multiplying() if load == ELSEWHERE and other is not None else contextlib.nullcontext()
+                with beside:
+                    for width in self.settings.widths:
+                        progress(f"retrieve, {load}, width {width}")
+                        self.report.retrieves.append(self._row(load, width))
+        progress("lookups")
+        self._time_lookups(self._keys[:32], self.worker)
+        self._time_many_lookups()
+        return self.report
+
+    # ---- store
+
+    def store(self) -> None:
+        """The prefix is on the server, and what it took is noted; the blocks hold the bench's own bytes before."""
+        self._fill_blocks()
+        begun_ns = time.monotonic_ns()
+        numbers = set(self.worker.store("bench", self._keys, (self.memory.block_ids,)))
+        if not numbers:
+            raise RuntimeError(
+                f"the server has no room for {len(self._keys)} objects of {self._shape.geometry.object_bytes} bytes: "
+                "start it with more --memory"
+            )
+        self.worker.begin_step(num_tokens=1)
+        self.worker.step_computed()
+        readable: dict[int, bool] = {}
+        while not numbers <= set(readable):
+            readable.update(self.worker.poll().readable)
+            if time.monotonic_ns() - begun_ns > TIMEOUT_S * 1e9:
+                raise RuntimeError(f"stores are not readable after {TIMEOUT_S:g} s")
+        if not all(readable.values()):
+            raise RuntimeError(f"the server did not keep the prefix: {readable}")
+        self.report.store_ns.append(time.monotonic_ns() - begun_ns)
+
+    def _fill_blocks(self) -> None:
+        """By an engine of the bench's own, from its own pool."""
+        self.memory.poison()
+        with TransferEngine(self._device.name, num_layers=self._shape.geometry.num_layers) as engine:
+            cache = engine.register_cache(self._shape.layout, self.memory.engines)
+            request = self.memory.request
+            engine.retrieve(cache, self.memory.objects, request.block_ids, request.num_tokens).wait(TIMEOUT_S)
+        self.memory.check(Direction.RETRIEVE)
+
+    # ---- retrieve
+
+    def _row(self, load: str, width: int) -> RetrieveRow:
+        samples: list[Sample] = []
+        method = ""
+        for repeat in range(self.settings.warm_up + self.settings.repeats):
+            sample, method = self.retrieve(width)
+            if repeat == 0:
+                self.memory.check(Direction.RETRIEVE)
+            if repeat >= self.settings.warm_up:
+                samples.append(sample)
+        self.memory.check(Direction.RETRIEVE)
+        return RetrieveRow(load, width, tuple(samples), method)
+
+    def retrieve(self, width: int) -> tuple[Sample, str]:
+        """One raw copy into the blocks, which are then poisoned, and one retrieve; and how the bytes were copied.
+
+        Raises:
+            RuntimeError: it failed, or did not end.
+        """
+        raw_ns = self._raw()
+        self.memory.poison()
+        worker, begun_ns = self.worker, time.monotonic_ns()
+        locked = worker.lookup(self._keys)
+        asked_ns = time.monotonic_ns()
+        if locked.num_chunks != len(self._keys):
+            raise RuntimeError(f"{locked.num_chunks} of {len(self._keys)} chunks are there")
+        number = worker.retrieve(
+            "bench", locked, (self.memory.block_ids,), self.memory.num_tokens, layers_per_slice=width
+        )
+        released_ns = released_slices = 0
+        load = worker.loads.find(number)
+        assert load is not None, "its end was not polled yet"
+        while True:
+            report = worker.poll()
+            now_ns = time.monotonic_ns()
+            if report.received:
+                released_ns = now_ns
+                released_slices = load.transfer.query().landed if load.transfer is not None else 0
+            if number in report.loads:
+                break
+            if now_ns - begun_ns > TIMEOUT_S * 1e9:
+                raise RuntimeError(f"the retrieve has not ended after {TIMEOUT_S:g} s")
+        transfer = load.transfer
+        if not report.loads[number].ok or transfer is None:
+            raise RuntimeError(f"the retrieve failed: {load.failed}")
+        landed_ns = transfer.timestamps_ns().landed_ns
+        return (
+            Sample(
+                raw_ns,
+                asked_ns - begun_ns,
+                released_ns - asked_ns,
+                landed_ns[0] - asked_ns,
+                landed_ns[-1] - begun_ns,
+                released_slices,
+            ),
+            transfer.query().method.name,
+        )
+
+    def _raw(self) -> int:
+        size = self.memory.num_bytes
+        copied = RawCopy(
+            Direction.RETRIEVE, ProbeMethod.WHOLE, self._raw_memory.address, self.memory.cache_address, 1, size
+        )
+        return self._device.copy(copied)[0].copy_ns
+
+    # ---- lookup
+
+    def _time_lookups(self, keys: Sequence[ChunkKey], worker: Worker) -> None:
+        taken = []
+        for _ in range(self.settings.lookups):
+            begun_ns = time.monotonic_ns()
+            locked = worker.lookup(keys)
+            taken.append(time.monotonic_ns() - begun_ns)
+            if locked.num_chunks != len(keys):
+                raise RuntimeError(f"{locked.num_chunks} of {len(keys)} chunks are there")
+            worker.give_back(locked)
+        self.report.lookups_ns[len(keys)] = taken
+
+    def _time_many_lookups(self, num_chunks: int = 512) -> None:
+        """Of small objects of another model, so that so many fit."""
+        device = Device("cpu")
+        geometry = KVGeometry(1, 1, 1, 8, 2, 16)
+        shape = BenchShape("lookup", geometry, "NHTD", "NTHD", 16, ObjectForm.TOKEN)
+        layout: ObjectLayout = shape.layout
+        space = KeySpace(f"bench lookup {os.getpid()}", "bfloat16", ObjectForm.TOKEN, "NTHD", 16, 0, 1, (0, 1))
+        try:
+            with (
+                BenchMemory(device, shape, num_chunks * 16) as memory,
+                Worker(
+                    self._folder,
+                    RankOfEngine(f"bench-lookup-{os.getpid()}", space),
+                    RankCaches(layout, memory.engines, "cpu"),
+                ) as worker,
+            ):
+                keys = chunk_keys(space, range(num_chunks * 16))
+                worker.store("bench", keys, (memory.block_ids,))
+                worker.begin_step(num_tokens=1)
+                worker.step_computed()
+                end = time.monotonic() + TIMEOUT_S
+                while not worker.poll().readable and time.monotonic() < end:
+                    time.sleep(0.001)
+                self._time_lookups(keys, worker)
+        except Exception as refused:
+            self.report.skipped.append(f"lookup of {num_chunks} chunks: {refused} (start the server with --models 2)")
+
+    # ---- the end
+
+    def close(self) -> None:
+        """The rank has left the server."""
+        self._stack.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
