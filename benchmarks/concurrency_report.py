@@ -68,6 +68,31 @@ def table(cell: CellFigures) -> str:
     return "\n".join(lines) + "\n"
 
 
+def overview(cells: Mapping[str, CellFigures]) -> str:
+    """One line a cell: how each arm's mean time to first token differs from the baseline's; a star: shown."""
+    arms = sorted({arm for cell in cells.values() for arm in cell.arms})
+    lines = [
+        "### mean TTFT against the better chunk-major form (a star: shown)",
+        "",
+        f"| cell | ceiling | drift | baseline ms | {' | '.join(arms)} |",
+        "|---|---|---|---|" + "---|" * len(arms),
+    ]
+    for name, cell in cells.items():
+        changes = []
+        for arm in arms:
+            if arm == cell.baseline:
+                changes.append("baseline")
+            elif arm not in cell.arms:
+                changes.append("")
+            else:
+                change = cell.change(arm)
+                changes.append(f"{change.value:+.0%}{'*' if change.shown else ''}")
+        ceiling = "?" if cell.ceiling is None else f"{cell.ceiling:.0%}"
+        base = cell.arms[cell.baseline].ttft.value
+        lines.append(f"| {name} | {ceiling} | {cell.drift:.0%} | {base:.1f} | {' | '.join(changes)} |")
+    return "\n".join(lines) + "\n"
+
+
 def _pm(mean: Mean) -> str:
     return f"{mean.value:.1f} ± {mean.error:.1f}"
 
@@ -141,6 +166,7 @@ def main() -> int:
     for cell in cells.values():
         print(table(cell))
     print(answers_table(rows))
+    print(overview(cells))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
     if asked.svg:

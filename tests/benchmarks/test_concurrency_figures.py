@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from concurrency_cells import ARMS, BASELINE, GROUPS, Cell
 from concurrency_figures import Mean, change_of, counted, figures_of, is_flawed, judge, tolerance_of
-from concurrency_report import answers_table, summary, table
+from concurrency_report import answers_table, overview, summary, table
 from vllm_concurrency import done_in, rounds_of, shrunk
 
 CELL = {
@@ -145,6 +145,11 @@ def test_the_table_says_what_is_not_shown_and_why() -> None:
     assert "baseline drift 18.8%" in text
     assert "not shown" in text
     assert "ceiling of one request alone 20%" in text
+
+
+def test_the_overview_marks_what_is_shown() -> None:
+    quiet = lines(chunk_bounded=[100, 100.5, 100], fifo_first=[60, 60.3], sync=[99, 101])
+    assert "| c | 20% | 0% | 100.2 | baseline | -40%* | -0% |" in overview(figures_of(quiet))
 
 
 def test_the_summary_holds_the_figures_without_the_requests() -> None:
