@@ -99,9 +99,9 @@ print(f"{'time to first token':34}" + "".join(f"{mean:22.1f}" for mean in mean_t
 assert mean_ttft["fifo/1/first"] < mean_ttft["round_robin/1/first"]
 
 # %% [markdown]
-# One after another, requests wait for their turn on the link ("behind others"), then hardly stall, and compute while the
-# link serves the next. Interleaved, they are ready together: the batch stands still layer by layer, and each then waits
-# for the computing of all.
+# One after another, requests wait for their turn on the link ("behind others"), then hardly stall, and compute while
+# the link serves the next. Interleaved, they are ready together: the batch stands still layer by layer, and each then
+# waits for the computing of all.
 
 # %%
 stall = {strategy: total["stall"] for strategy, total in both.items()}
