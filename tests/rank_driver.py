@@ -33,14 +33,14 @@ CHUNK, BLOCK, HEADS, DIM = 8, 4, 2, 8
 class ServerProcess:
     """`lamella serve` in a folder of its own."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, device: str = "cpu") -> None:
         self.folder = folder
-        self._options = options
+        self._options = ("--device", device, *options)
         self.start()
 
     def start(self) -> None:
         command = [sys.executable, "-c", "from lamella.cli.main import main; main()", "serve"]
-        command += ["--folder", str(self.folder), "--http", "off", "--device", "cpu", *self._options]
+        command += ["--folder", str(self.folder), "--http", "off", *self._options]
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def kill(self) -> None:
@@ -58,8 +58,8 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(folder: Path, *options: str) -> Iterator[ServerProcess]:
-    server = ServerProcess(folder, *options)
+def serving(folder: Path, *options: str, device: str = "cpu") -> Iterator[ServerProcess]:
+    server = ServerProcess(folder, *options, device=device)
     try:
         yield server
     finally:
