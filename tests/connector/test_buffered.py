@@ -147,6 +147,40 @@ def test_a_buffer_is_loaded_again_only_after_its_last_layer_was_scattered() -> N
     blending.close()
 
 
+class SlowStream:
+    """A compute stream that says when its work so far has ended."""
+
+    handle = 0
+
+    def __init__(self) -> None:
+        self.idle = threading.Event()
+
+    def record(self) -> Moment:
+        return Moment(None, None, self.idle.is_set)
+
+
+def test_a_layer_is_scattered_once_its_recompute_has_ended_and_no_lane_waits_for_it() -> None:
+    blending = Blending()
+    run, stream = blending.run, SlowStream()
+    run.cache[:, :, THERE] = 7
+    blending.connector.current_stream = stream
+    loading = blending.engine.retrieve_layer(TOKENS, [THERE])
+    for _ in range(4):
+        next(loading)  # layers 0, 1 and 2 are on their way
+    assert blending.connector.scatter_stream.outstanding.wait(0), "nothing waits in the lane"
+    advancing = threading.Thread(target=lambda: next(loading))
+    advancing.start()
+    advancing.join(0.1)
+    assert advancing.is_alive(), "layer 3 needs the buffer of layer 0, which is still computed on"
+    assert (run.cache[:, :, THERE] == 7).all()
+    stream.idle.set()
+    advancing.join(WAIT_S)
+    assert not advancing.is_alive()
+    assert list(loading)
+    assert all(run.holds(layer, TOKENS, THERE, 0, 16) for layer in range(4))
+    blending.close()
+
+
 class GatedStream:
     """A compute stream whose present work ends with a gate."""
 
