@@ -113,10 +113,10 @@ def main() -> None:
         finally:
             server.terminate()
             server.wait(30)
-    print(f"{'start, to its socket':40s} {start_s:8.3f} s")
+    print(f"{'start, to its socket':36s}     {start_s:7.3f} s")
     for name, row in rows.items():
         print(
-            f"{name:40s} p50 {row['p50_ms']:8.3f} ms   p99 {row['p99_ms']:8.3f} ms   fastest {row['fastest_ms']:8.3f} ms"
+            f"{name:36s} p50 {row['p50_ms']:7.3f} ms  p99 {row['p99_ms']:7.3f} ms  fastest {row['fastest_ms']:7.3f} ms"
         )
     if chosen.json is not None:
         report = {

@@ -192,9 +192,8 @@ class HostPool:
     def pin_leading(self, keys: Sequence[ChunkKey]) -> PinnedObjects:
         """A lease on the objects of `keys` up to the first that is missing; looked up and pinned in one step."""
         with self._lock:
-            found = tuple(keys[: self._index.leading_hits(keys)])
-            slots = self._index.pin(found)
-        return PinnedObjects(self, found, slots)
+            slots = self._index.pin_leading(keys)
+        return PinnedObjects(self, tuple(keys[: len(slots)]), slots)
 
     def reserve(self, keys: Sequence[ChunkKey]) -> Reservation | None:
         """Slots for those of `keys` that have no object yet, in order and consecutive where possible.

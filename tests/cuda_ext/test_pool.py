@@ -10,6 +10,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lamella.cuda_ext.pool import Backing, HostPool, PinnedObjects, Reservation
 from lamella.cuda_ext.registration import NoRegistrar, RegistrationError
+from lamella.cuda_ext.slot_index import SlotIndex
 from lamella.cuda_ext.slots import SlotMemory
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey
@@ -142,6 +143,24 @@ def test_a_lease_is_on_every_object_or_on_none(pool: HostPool) -> None:
     assert pool.report().occupancy.pins == 0
     with pool.pin_leading(keys(1, 9, 2)) as objects:
         assert objects.keys == (key(1),)
+
+
+@given(st.lists(st.integers(1, 6), max_size=6), st.lists(st.integers(1, 6), max_size=8))
+def test_pinning_what_leads_is_looking_up_and_pinning_in_one(held: list[int], wanted: list[int]) -> None:
+    index = SlotIndex()
+    index.add_slots(0, 6)
+    reserved = index.reserve(keys(*dict.fromkeys(held)))
+    assert reserved is not None
+    index.commit(reserved.slots)
+    leading = keys(*wanted)[: index.leading_hits(keys(*wanted))]
+    found, again = index.pin_leading(keys(*wanted)), index.pin(leading)
+    assert found == again
+    assert index.occupancy().pins == 2 * len(leading)
+    assert index.reserve(keys(*range(10, 17 - len(set(leading))))) is None, "what is pinned is not evicted"
+    index.unpin(found)
+    index.unpin(again)
+    assert index.occupancy().pins == 0
+    assert index.reserve(keys(*range(10, 16))) is not None, "and can be, once let go"
 
 
 def test_the_least_recently_used_object_goes_first_and_a_prefix_loses_its_tail_before_its_head(pool: HostPool) -> None:
