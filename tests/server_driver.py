@@ -24,6 +24,7 @@ from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout
 from lamella.server.frames import Request, pack_prefixes
 from lamella.server.handlers import Peer
+from lamella.server.mover import Movement
 from lamella.server.protocol import (
     Abort,
     Ended,
@@ -105,7 +106,15 @@ def registration(
 class Bench:
     """A service whose clock, processes and random numbers are the test's; nothing runs but what is asked for."""
 
-    def __init__(self, folder: Path, *, num_slots: int = 4, chunk_bytes: int | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        num_slots: int = 4,
+        chunk_bytes: int | None = None,
+        movement: Movement | None = None,
+        **settings: Any,
+    ) -> None:
         self.now_ns = 0
         self.living: set[str] = set()
         self._marks = itertools.count()
@@ -115,6 +124,7 @@ class Bench:
         self.service = CacheService(
             ServerSettings(folder, **chosen),
             self._jobs.put,
+            movement=movement,
             clock_ns=lambda: self.now_ns,
             draw=itertools.count(1).__next__,
             alive=lambda mark: mark in self.living,
@@ -128,6 +138,18 @@ class Bench:
             self.settle(answer)
             return answer.result()
         return answer
+
+    def begin(self, message: Message, peer: Peer = LOCAL) -> Future[Any]:
+        """As `ask`, for an answer that comes later."""
+        kind = next(kind for kind in Kind if kind.name == type(message).__name__.upper())
+        answer = self.service.handlers.answer(Request(kind, 1, message), peer)
+        assert isinstance(answer, Future)
+        return answer
+
+    def run_jobs(self) -> None:
+        """What other threads have brought back is settled."""
+        while not self._jobs.empty():
+            self._jobs.get()()
 
     def settle(self, answer: Future[Any]) -> None:
         deadline = time.monotonic() + WAIT_S
