@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,7 @@ from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 from lamella.connector.blend import Rotation
 
 BASE = 500_000.0
-_MASKED = (SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
-_CAUSAL = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)
+_FAST = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Llama:
         ]
         self.embedding = torch.randn(shape.vocab, shape.wide, generator=random, dtype=torch.bfloat16, device=device)
         self._mask: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._chosen: dict[bool, SDPBackend] = {}
+        self._chosen: dict[tuple[bool, int], SDPBackend] = {}
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         return self.embedding[tokens]
@@ -106,26 +106,41 @@ class Llama:
         return self._mask[1]
 
     def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """By the first of torch's kernels that takes it; which, is tried once."""
+        """By the fastest of torch's kernels that takes it; each is tried once for sizes of this order."""
         masked = mask is not None
-        if masked in self._chosen:
-            with sdpa_kernel(self._chosen[masked]):
+        kind = masked, q.shape[2].bit_length()
+
+        def run(backend: SDPBackend) -> torch.Tensor:
+            with sdpa_kernel(backend):
                 return scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
-        for backend in _MASKED if masked else _CAUSAL:
-            try:
-                with sdpa_kernel(backend):
-                    found = scaled_dot_product_attention(q, k, v, mask, is_causal=not masked)
-                if self.device != "cpu":
-                    torch.cuda.synchronize()
-            except RuntimeError:
-                continue
-            self._chosen[masked] = backend
-            return found
-        raise RuntimeError("torch has no attention for these sizes")
+
+        if kind not in self._chosen:
+            took = {}
+            for backend in _FAST:
+                try:
+                    took[backend] = self._time(lambda backend=backend: run(backend))
+                except RuntimeError:
+                    continue
+            self._chosen[kind] = min(took, key=took.__getitem__) if took else SDPBackend.MATH
+        return run(self._chosen[kind])
+
+    def _time(self, call: Callable[[], object]) -> float:
+        """Seconds of the quicker of two calls, after one more."""
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            call()
+            if self.device != "cpu":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return min(times[1:])
 
     def attention_names(self) -> dict[str, str]:
-        """Which kernels attend, with a mask and without."""
-        return {"masked" if masked else "causal": backend.name for masked, backend in self._chosen.items()}
+        """Which kernels attend, with a mask and without, to at least how many queries."""
+        return {
+            f"{'masked' if masked else 'causal'} from {1 << bits - 1}": backend.name
+            for (masked, bits), backend in self._chosen.items()
+        }
 
     @torch.no_grad()
     def prefill(self, tokens: Sequence[int]) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cache_driver import BLOCK, CHUNK, DIM, HEADS, WAIT_S, Deployment, MemoryTier
 from engine_driver import ENGINE_MISSING
+from lamella.connector import buffered
 from lamella.connector.buffered import NUM_BUFFERS, BufferedConnector
 from lamella.connector.cache_engine import CacheEngine
 from lamella.connector.streams import Moment
@@ -144,6 +145,16 @@ def test_a_buffer_is_loaded_again_only_after_its_last_layer_was_scattered() -> N
     for _ in loading:
         pass
     assert (blending.run.cache[0][:, THERE] == 999).all(), "and layer 3 did not overwrite it"
+    blending.close()
+
+
+def test_a_layer_larger_than_a_window_is_scattered_in_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffered, "SCATTER_WINDOW_BYTES", 1)  # and so a block's
+    blending = Blending()
+    before = blending.connector.scatter_stream._engine.lane(Direction.RETRIEVE).windows
+    assert list(blending.engine.retrieve_layer(TOKENS, [THERE]))
+    assert blending.connector.scatter_stream._engine.lane(Direction.RETRIEVE).windows - before == 4 * 16 // BLOCK
+    assert all(blending.run.holds(layer, TOKENS, THERE, 0, 16) for layer in range(4))
     blending.close()
 
 
