@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from lamella.server.peer_watch import ServerWatch
 from lamella.server.protocol import Abort, Message, Phase, Store
 
 _log = logging.getLogger(__name__)
+_MARGIN_NS: Final = 1_000_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,11 +255,16 @@ class Moves:
             self.fences.give(event)
             self.line.ask(self.abort_message(order.lease))
 
-        return PendingLoad(lambda: begin(order, event), drop)
+        return PendingLoad(lambda: begin(order, event), drop, is_safe_ahead(order))
 
     def abort_message(self, lease: int) -> Abort:
         """Gives this rank's part up."""
         return Abort(self.line.session, lease, self.rank)
+
+
+def is_safe_ahead(order: LeasedLoad) -> bool:
+    """Whether a copy may begin before the server has granted it: the lookup's lock holds for long enough."""
+    return time.monotonic_ns() < order.locked_until_ns - _MARGIN_NS
 
 
 class PendingLoad:
@@ -266,12 +273,14 @@ class PendingLoad:
     Args:
         begin: begins it.
         drop: gives back its fence and its part of the lease.
+        is_prompt: it begins without waiting for the server.
     """
 
-    def __init__(self, begin: Callable[[], Arriving], drop: Callable[[], object]) -> None:
+    def __init__(self, begin: Callable[[], Arriving], drop: Callable[[], object], is_prompt: bool) -> None:
         self._begin = begin
         self._drop = drop
         self._begun = False
+        self.is_prompt = is_prompt
 
     def __call__(self) -> Arriving:
         """It is on its way."""
@@ -282,6 +291,28 @@ class PendingLoad:
         """It has ended, or never will begin; called once."""
         if not self._begun:
             self._drop()
+
+
+class Beginning(Executor):
+    """Begins loads at once, on the caller's thread, but those that must first wait for the server, on its own."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamella-submit")
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As `Executor.submit`."""
+        if not (isinstance(fn, PendingLoad) and fn.is_prompt):
+            return self._thread.submit(fn, *args, **kwargs)
+        done: Future[Any] = Future()
+        try:
+            done.set_result(fn())
+        except Exception as refused:
+            done.set_exception(refused)
+        return done
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """As `Executor.shutdown`."""
+        self._thread.shutdown(wait, cancel_futures=cancel_futures)
 
 
 class Side(Protocol):

@@ -39,7 +39,7 @@ from lamella.reference.slices import plan_slices
 from lamella.server.client import CacheSession, Epoch
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.frames import RefusedError
-from lamella.server.moves import Fences, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, Side
+from lamella.server.moves import Beginning, Fences, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, Side
 from lamella.server.peer_watch import ServerWatch
 from lamella.server.protocol import TransferSide
 from lamella.server.rank import RankCaches, RankOfEngine, Report, register_message
@@ -109,7 +109,7 @@ class Worker:
         self.arrivals = LayerArrivalPool(self._board)
         """Entries of this rank's board."""
         slices = plan_slices(layout.num_layers, layers_per_slice or layout.num_layers)
-        moves = Moves(
+        moves = self._moves = Moves(
             rank=of.rank,
             num_layers=layout.num_layers,
             layers_per_slice=layers_per_slice,
@@ -121,9 +121,7 @@ class Worker:
             null_block=caches.null_block,
             timeout_s=load_timeout_s,
         )
-        self._moves = moves
-        options: dict[str, Any] = {"num_layers": layout.num_layers, "deadline_s": load_timeout_s}
-        options |= dict(engine_options or {})
+        options = {"num_layers": layout.num_layers, "deadline_s": load_timeout_s, **(engine_options or {})}
         self._session: CacheSession | None = None
         self._watch: ServerWatch
         self.transfer_side = transfer_side
@@ -155,6 +153,7 @@ class Worker:
             rules,
             self.metrics,
             several_groups,
+            Beginning(),
         )
         layerwise = layerwise_stores and self.transfer_side is TransferSide.WORKER and bool(layers_per_slice)
         self._stores = RankStores(self._side, slices, layerwise, self.metrics)
@@ -291,10 +290,8 @@ class Worker:
         """A step begins; its layers will wait for what was released before.
 
         Args:
-            num_tokens: that it computes; 0: no forward pass.
-            num_decoding: requests of the batch that stand still in a stall.
-            held_blocks: blocks that the batch takes for computed, of retrieves that have not ended well.
-            rewritten_blocks: blocks of failed retrieves that this step computes anew.
+            num_tokens, num_decoding: of the batch; no tokens: no forward pass.
+            held_blocks, rewritten_blocks: as in `StepOrders`.
         """
         self.loads.begin_step(
             StepOrders(

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, Final
+from typing import Any
 
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival import AfterEvent, Fence
@@ -22,11 +22,8 @@ from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
 from lamella.server.arriving import GrantedTransfer
 from lamella.server.connection import ServerLostError
-from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Line, Moves, PendingLoad
+from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, is_safe_ahead
 from lamella.server.protocol import Release, Retrieve
-
-_MARGIN_NS: Final = 1_000_000_000
-"""A copy begins before the server has granted it only where the lookup's lock holds for so much longer."""
 
 
 class WorkerSide:
@@ -107,7 +104,7 @@ class WorkerSide:
                 )
             )
             begun = time.monotonic()
-            if time.monotonic_ns() > order.locked_until_ns - _MARGIN_NS:
+            if not is_safe_ahead(order):
                 _await(answer, moves.line, moves.timeout_s)
             transfer = self._engine.submit(
                 self._cache,
