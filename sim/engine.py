@@ -30,6 +30,13 @@ class Engine(StepRunner):
 
     # ---------------------------------------------------------------- jobs come
 
+    def occupy(self, duration_ns: int) -> int:
+        """The engine's thread is busy so long with something else, and polls afterwards; returns when that is."""
+        self._occupied_ns = max(self._occupied_ns, self._clock.now_ns) + duration_ns
+        if self._stretch is not None:
+            self._look_soon()
+        return self._occupied_ns
+
     def admit(self, job: Job) -> None:
         """The job is in the engine's queue from now on."""
         self._scheduler.waiting[job.sequence] = job
@@ -179,10 +186,14 @@ class Engine(StepRunner):
         """Submits, releases, and forms a step of what is ready; without any, the engine is idle."""
         scheduler = self._scheduler
         self._poll_scheduled = False
+        if self._clock.now_ns < self._occupied_ns:
+            self._poll_at(self._occupied_ns, away_ns)
+            return
         self._looked_ns = None
         busy, self._step_ended = self._step_ended and self._settings.steps_ahead, False
         now = self._clock.now_ns
-        self._delay_ns = self._settings.start_delay_ns
+        # A step's inputs are copied before the loads that are submitted at the same poll, and behind all earlier ones.
+        self._delay_ns = self._settings.start_delay_ns + self._loads.inputs_wait_ns()
         if scheduler.blocks is not None:
             self._preempt()
         if self._unsubmitted:

@@ -49,6 +49,7 @@ class Job:
     """A request inside the world, with everything that happened to it."""
 
     __slots__ = (
+        "admitted_ns",
         "all_landed_ns",
         "arrival_ns",
         "caused_before_start_ns",
@@ -88,12 +89,12 @@ class Job:
         "victim_from_ns",
     )
 
-    def __init__(self, sequence: int, request: Request, arrival_ns: int) -> None:
+    def __init__(self, sequence: int, request: Request, arrival_ns: int, admitted_ns: int) -> None:
         self.sequence = sequence
         self.request = request
         self.arrival_ns = arrival_ns
-        self.submitted_ns = self.first_layer_ns = self.all_landed_ns = arrival_ns + request.admission_ns
-        self.ready_ns = self.submitted_ns
+        self.admitted_ns = self.submitted_ns = self.ready_ns = admitted_ns
+        self.first_layer_ns = self.all_landed_ns = admitted_ns
         self.released_ns = self.started_ns = self.first_started_ns = self.first_token_ns = self.stored_ns = -1
         self.gate: LayerArrivalGate[int] | None = None  # its events are landing instants
         self.transfer: Transfer | None = None
@@ -161,7 +162,7 @@ class Job:
             victim_stall_ns,
             self.prefill_stall_ns,
             tuple(self.layer_stall_ns or ()),
-            self.arrival_ns + request.admission_ns,
+            self.admitted_ns,
             self.ready_ns,
             self.first_started_ns,
             tuple(self.suffered or ()),

@@ -57,6 +57,8 @@ class EngineSettings:
         load_timeout_ns: a load that has not landed so long after its submission has failed; None: no bound.
         on_failure: what becomes of its request.
         wake_ns: from a landing until a step that stood waiting for it goes on.
+        admits_itself: whether a request's admission is done by the engine's own thread, which polls only afterwards;
+            False where another process does it.
 
     Raises:
         ValueError: a negative time, or a budget, batch, block or number of blocks below 1.
@@ -75,6 +77,7 @@ class EngineSettings:
     load_timeout_ns: int | None = None
     on_failure: OnLoadFailure = OnLoadFailure.RECOMPUTE
     wake_ns: int = 0
+    admits_itself: bool = False
 
     def __post_init__(self) -> None:
         times = ("start_delay_ns", "idle_poll_ns", "launch_ns", "submit_ns", "wake_ns")

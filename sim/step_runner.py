@@ -67,6 +67,7 @@ class StepRunner:
         self._looked_ns: int | None = None  # last poll of an engine that is waiting; None in the other states
         self._poll_scheduled = False
         self._step_ended = False  # the next poll is the end of a step
+        self._occupied_ns = 0  # the engine's thread admits requests until then
         self._delay_ns = 0  # from the present poll to the first layer of the step it forms
         self._preempted: tuple[int, ...] = ()  # at the poll that formed the step or stretch under way
         self._timer = 0  # only the latest armed timer counts
@@ -104,7 +105,7 @@ class StepRunner:
 
     def _begin_step(self, taken: list[tuple[Job, Chunk]]) -> None:
         now, scheduler = self._clock.now_ns, self._scheduler
-        delay = self._delay_ns + self._loads.inputs_wait_ns()
+        delay = self._delay_ns
         for job, chunk in taken:
             if chunk.first_token == 0 and job.first_started_ns < 0:
                 delay += job.request.host_ns
@@ -254,7 +255,7 @@ class StepRunner:
         singly = asked or self._due or self._preempted
         planned = scheduler.steps_to_next_end if self._fast_forward and not singly else 1
         now = self._clock.now_ns
-        extra = self._delay_ns - self._settings.start_delay_ns + self._loads.inputs_wait_ns()
+        extra = self._delay_ns - self._settings.start_delay_ns
         stretch = DecodeStretch(
             self._compute,
             now,

@@ -179,12 +179,14 @@ class World:
         now = self.clock.now_ns
         self._arrived_tokens += request.new_tokens
         if request.admission_ns:
-            self.clock.at(now + request.admission_ns, Phase.HAPPEN, lambda: self._admit(request, now))
+            own = self._settings.admits_itself
+            ready_ns = self._engine.occupy(request.admission_ns) if own else now + request.admission_ns
+            self.clock.at(ready_ns, Phase.HAPPEN, lambda: self._admit(request, now))
         else:
             self._admit(request, now)
 
     def _admit(self, request: Request, arrival_ns: int) -> None:
-        job = Job(self._admitted, request, arrival_ns)
+        job = Job(self._admitted, request, arrival_ns, self.clock.now_ns)
         self._admitted += 1
         self._engine.admit(job)
 

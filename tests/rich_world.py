@@ -121,6 +121,7 @@ def random_rich(rng: random.Random) -> Rich:
             load_timeout_ns=rng.randint(100, 3000) if faulty else None,
             on_failure=rng.choice(list(OnLoadFailure)),
             wake_ns=rng.choice((0, 0, 4)),
+            admits_itself=rng.random() < 0.3,
         ),
         Hardware(
             ranks=tuple(Ratio(rng.randint(1, 4), 4) for _ in range(rng.choice((1, 1, 2, 3)))),

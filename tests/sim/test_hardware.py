@@ -164,6 +164,19 @@ def test_submissions_and_joining_requests_keep_the_engines_thread_busy() -> None
     assert first.started_ns == 6 + 9
 
 
+def test_an_engine_that_admits_requests_itself_polls_only_afterwards_and_one_request_after_another() -> None:
+    settings = EngineSettings(admits_itself=True)
+    decoding, first, second = run(
+        (0, Request(0, 1, output_tokens=9)),
+        (41, Request(0, 1, admission_ns=100)),
+        (41, Request(0, 1, admission_ns=100)),
+        settings=settings,
+    )[0]
+    assert (first.admitted_ns, second.admitted_ns) == (141, 241)
+    assert decoding.end_ns > 241
+    assert first.started_ns == second.started_ns == 241
+
+
 def test_a_blocked_step_goes_on_a_wake_up_later() -> None:
     (record,), world = run((0, hit(4000)), release=First(), settings=EngineSettings(wake_ns=5))
     assert record.first_token_ns == 4000 + 5 + 10
