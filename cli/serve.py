@@ -59,7 +59,7 @@ def register(app: typer.Typer) -> None:
         try:
             from lamella.server.endpoint import CurveKeys, default_folder
             from lamella.server.http import StatusPages
-            from lamella.server.logs import log_json
+            from lamella.server.logs import level_of, log_json
             from lamella.server.loop import CacheServer
             from lamella.server.mover import movement
             from lamella.server.settings import ServerSettings
@@ -69,7 +69,8 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(1) from missing
 
         with refuse_bad_input(), contextlib.ExitStack() as opened:
-            log_json(log_level)
+            level = level_of(log_level)
+            address = None if http == "off" else _address(http)
             settings = ServerSettings(
                 folder=folder or default_folder(),
                 pool_bytes=parse_bytes(memory),
@@ -99,16 +100,15 @@ def register(app: typer.Typer) -> None:
             except RuntimeError as taken:
                 raise ValueError(str(taken)) from taken
             opened.callback(server.close)
-            if http != "off":
-                host, port = _address(http)
-                pages = StatusPages(host, port, server.metrics, server.health)
-                opened.callback(pages.close)
-                http = f"{host}:{pages.port}"
+            if address is not None:
+                pages = StatusPages(*address, server.metrics, server.health)
+                http = f"{address[0]}:{pages.port}"
             opened.pop_all()
 
         def stop(number: int, frame: FrameType | None) -> None:
             server.stop()
 
+        log_json(level)
         sys.setswitchinterval(0.0005)  # a tier's thread lets the loop go on at once
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
@@ -116,7 +116,7 @@ def register(app: typer.Typer) -> None:
         try:
             server.run()
         finally:
-            if http != "off":
+            if address is not None:
                 pages.close()
         _log.info("stopped")
 

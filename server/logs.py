@@ -8,6 +8,7 @@ import sys
 import time
 from typing import IO, Final
 
+_LEVELS: Final = ("debug", "info", "warning", "error")
 _PLAIN: Final = frozenset(logging.LogRecord("", 0, "", 0, "", (), None).__dict__) | {"message", "asctime", "taskName"}
 
 
@@ -29,17 +30,21 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def log_json(level: str, stream: IO[str] = sys.stderr) -> None:
-    """Everything that is logged from `level` on goes to the stream as JSON lines.
+def level_of(name: str) -> int:
+    """The level of that name.
 
     Raises:
-        ValueError: no such level.
+        ValueError: there is none.
     """
-    number = logging.getLevelNamesMapping().get(level.upper())
-    if number is None:
-        raise ValueError(f"a log level is debug, info, warning or error, got {level!r}")
+    if name.lower() not in _LEVELS:
+        raise ValueError(f"a log level is {', '.join(_LEVELS[:-1])} or {_LEVELS[-1]}, got {name!r}")
+    return logging.getLevelNamesMapping()[name.upper()]
+
+
+def log_json(level: int, stream: IO[str] = sys.stderr) -> None:
+    """Everything that this process logs from the level on goes to the stream as JSON lines, and nowhere else."""
     handler = logging.StreamHandler(stream)
     handler.setFormatter(JsonLines())
     root = logging.getLogger()
     root.handlers[:] = [handler]
-    root.setLevel(number)
+    root.setLevel(level)

@@ -18,7 +18,7 @@ from typing import Final
 
 import zmq
 
-from lamella.server.endpoint import ServerLock, ipc_endpoint, make_folder, reclaim_marks
+from lamella.server.endpoint import SOCKET, ServerLock, ipc_endpoint, make_folder, reclaim_marks
 from lamella.server.frames import RefusedError, decode_request, encode, encode_refusal, number_of
 from lamella.server.handlers import Peer
 from lamella.server.mover import Movement
@@ -69,6 +69,7 @@ class CacheServer:
             opened.callback(self._local.close)
             _admit_own_user(self._local)
             self._local.bind(ipc_endpoint(settings.folder))
+            opened.callback((settings.folder / SOCKET).unlink, missing_ok=True)
             self._sockets = {self._local: Peer(is_local=True)}
             if tcp is not None:
                 remote = _socket(context)

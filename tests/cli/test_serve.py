@@ -1,0 +1,42 @@
+"""`lamella serve`: what is refused before anything is served. Serving itself: tests/server/test_server_process.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from lamella.cli.main import build_app
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--memory", "lots"], "a size is a whole number"),
+        (["--memory", "900000GiB"], "/dev/shm has"),
+        (["--models", "0"], "for '--models'"),
+        (["--tier", "ftp://host/x"], "a tier's URL begins with one of"),
+        (["--tier-ttl", "7d"], "limit tiers: name one"),
+        (["--http", "9471"], "--http is HOST:PORT or off, got '9471'"),
+        (["--http", "127.0.0.1:99999"], "--http is HOST:PORT or off"),
+        (["--device", "tpu:0"], 'a device is "cpu" or "cuda:N"'),
+        (["--tcp", "tcp://0.0.0.0:1"], "--tcp needs --tcp-key and --tcp-clients"),
+        (["--log-level", "loud"], "a log level is debug, info, warning or error, got 'loud'"),
+        (["--lease", "soon"], "a span of time"),
+    ],
+)
+def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(options: list[str], says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "serve"
+    result = CliRunner().invoke(build_app(), ["serve", "--folder", str(folder), "--memory", "1MiB", *options])
+    assert result.exit_code == 2, result.output
+    assert says in " ".join(result.output.split())
+    assert not folder.exists() or not (folder / "server.sock").exists()
+
+
+def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir(mode=0o755)
+    (tmp_path / "open").chmod(0o755)
+    result = CliRunner().invoke(build_app(), ["serve", "--folder", str(tmp_path / "open"), "--memory", "1MiB"])
+    assert result.exit_code == 2
+    assert "mode 0700" in result.output
