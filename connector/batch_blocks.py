@@ -7,7 +7,7 @@ computed, those it writes anew, and everybody who holds a block that went bad.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lamella.connector.step_orders import BlockTables
 
@@ -46,6 +46,24 @@ class BatchBlocks:
         mine = self._tables.setdefault(request, [[] for _ in self._block_tokens])
         for table, more in zip(mine, tables, strict=True):
             table.extend(more)
+
+    def take_step(self, output: Any) -> list[Scheduled]:
+        """The batch of a step that `output` (vLLM's SchedulerOutput) describes; its tables are known from here on."""
+        batch: list[Scheduled] = []
+        new = output.num_scheduled_tokens
+        for fresh in output.scheduled_new_reqs:
+            self.replace(fresh.req_id, fresh.block_ids)
+            batch.append(Scheduled(fresh.req_id, fresh.num_computed_tokens, new[fresh.req_id]))
+        cached = output.scheduled_cached_reqs
+        for name, tables, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            if name in cached.resumed_req_ids:
+                self.replace(name, tables or [[] for _ in self._block_tokens])
+            elif tables is not None:
+                self.append(name, tables)
+            batch.append(Scheduled(name, computed, new[name]))
+        return batch
 
     def forget(self, request: str) -> None:
         """The request holds nothing any more."""

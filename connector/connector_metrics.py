@@ -27,6 +27,10 @@ COUNTERS: Final[Mapping[str, str]] = {
     "blocks_evicted": "Blocks taken out of the engine's prefix cache",
     "stores_dropped": "Stores given up: their blocks had failed, or the copy did",
     "stores_without_room": "Stores left out because every slot was in use",
+    "auto_chunk_major": "Requests for which auto chose to load whole objects and to wait for all of them",
+    "auto_early": "Requests for which auto chose to load slice by slice and to start early",
+    "auto_sync": "Requests for which auto chose to join the next step and to wait there, layer by layer",
+    "auto_off": "Requests whose hit auto chose to compute again",
     "flush_waits": "Steps that waited for a store before its blocks were written again",
 }
 """Every counter, with the sentence that explains it."""
@@ -35,6 +39,8 @@ TIMES: Final[Mapping[str, str]] = {
     "first_layer_ns": "From a load's order until its first slice has landed",
     "last_layer_ns": "From a load's order until its last slice has landed",
     "release_ns": "From a load's order until its release",
+    "auto_predicted_ttft_ns": "Time to first token that auto predicted, from its choice on",
+    "auto_predicted_regret_ns": "By how much auto chose a later first token for this request, for the sake of others",
 }
 """Every observed duration, with the sentence that explains it."""
 

@@ -18,6 +18,8 @@ class EngineFacts:
         space: key space of the engine, whatever the rank.
         prefix_caching: whether the engine itself shares blocks between requests.
         null_block: id of the block that stands for none.
+        token_budget: most tokens in a step; None where nobody said.
+        steps_ahead: whether the next step is scheduled while one computes.
         refusal: why nothing can be loaded here, or "".
     """
 
@@ -27,4 +29,6 @@ class EngineFacts:
     space: KeySpace
     prefix_caching: bool = True
     null_block: int = 0
+    token_budget: int | None = None
+    steps_ahead: bool = False
     refusal: str = ""

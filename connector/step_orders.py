@@ -6,12 +6,45 @@ loads, stores and fetches are the scheduler side's; slots are numbers of host-me
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lamella.reference.keys import ChunkKey
+from lamella.reference.release import ReleasePolicy, StallPrice
 
 BlockTables = tuple[tuple[int, ...], ...]
 """For each KV cache group the block ids of a sequence, from its first token on."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """How one load moves and is released, where that is chosen for each.
+
+    Attributes:
+        width: layers a slice, or a schedule.
+        release: when its request may run.
+        compute_ns: its prefill's first step, as predicted.
+        load_ns: its time on the link, as predicted.
+    """
+
+    width: int | tuple[int, ...]
+    release: ReleasePolicy
+    compute_ns: int
+    load_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepWeights:
+    """What a release during this step is weighed against.
+
+    Attributes:
+        price: what a stall of the next step costs others; its `busy_ns` is the worker's to fill in.
+        full: whether the next step has no room for anybody who is released now.
+        expected_ns: the profile's time of this step; 0: not to be measured.
+    """
+
+    price: StallPrice
+    full: bool
+    expected_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +57,7 @@ class LoadOrder:
         slots: of chunks `first_chunk`, `first_chunk + 1`, ...
         blocks: the request's block tables, up to `num_tokens`.
         joins_step: the request runs in this very step (synchronous); otherwise it waits to be released.
+        plan: how it moves; None: as the settings say for all.
     """
 
     number: int
@@ -34,6 +68,7 @@ class LoadOrder:
     num_tokens: int
     skip_tokens: int
     joins_step: bool
+    plan: LoadPlan | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +112,7 @@ class StepOrders:
         held_blocks: blocks of loads that have not ended well which the batch takes for computed (SAFE-3).
         rewritten_blocks: blocks of failed loads that this step computes anew.
         wants_report: answer even if there is nothing new.
+        weights: for releases; None where the settings' release does without.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -89,6 +125,7 @@ class StepOrders:
     held_blocks: frozenset[int] = frozenset()
     rewritten_blocks: frozenset[int] = frozenset()
     wants_report: bool = False
+    weights: StepWeights | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +140,49 @@ class Ended:
         return Ended(self.ranks + other.ranks, self.ok and other.ok)
 
 
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """What a rank has measured since its last report, added up; on several ranks, of the slowest.
+
+    Attributes:
+        loads, slices, load_bytes, load_ns: loads that landed, and the time the link had for them.
+        steps, step_expected_ns, step_ns: steps in which no layer waited, what was expected of them, and their time.
+    """
+
+    loads: int = 0
+    slices: int = 0
+    load_bytes: int = 0
+    load_ns: int = 0
+    steps: int = 0
+    step_expected_ns: int = 0
+    step_ns: int = 0
+
+    def with_load(self, slices: int, num_bytes: int, took_ns: int) -> Observed:
+        """And one more load."""
+        return replace(
+            self,
+            loads=self.loads + 1,
+            slices=self.slices + slices,
+            load_bytes=self.load_bytes + num_bytes,
+            load_ns=self.load_ns + took_ns,
+        )
+
+    def with_step(self, expected_ns: int, took_ns: int) -> Observed:
+        """And one more step."""
+        return replace(
+            self,
+            steps=self.steps + 1,
+            step_expected_ns=self.step_expected_ns + expected_ns,
+            step_ns=self.step_ns + took_ns,
+        )
+
+    def merged(self, other: Observed) -> Observed:
+        """The rank whose loads, and the rank whose steps, took longer."""
+        loads = max((self, other), key=lambda one: (one.loads, one.load_ns))
+        steps = max((self, other), key=lambda one: (one.steps, one.step_ns))
+        return replace(loads, steps=steps.steps, step_expected_ns=steps.step_expected_ns, step_ns=steps.step_ns)
+
+
 @dataclass(slots=True)
 class StepReport:
     """What has ended since the last report, on one rank or, merged, on several.
@@ -113,6 +193,7 @@ class StepReport:
         fetches: by number, one `Ended` an object.
         ready_slots: slots from 0 on that can be used, on every rank of the report.
         ranks: of the report.
+        observed: what was measured, where it is used.
     """
 
     loads: dict[int, Ended] = field(default_factory=dict)
@@ -121,6 +202,7 @@ class StepReport:
     fetches: dict[int, tuple[Ended, ...]] = field(default_factory=dict)
     ready_slots: int = 0
     ranks: int = 1
+    observed: Observed = Observed()
 
     def merged(self, other: StepReport) -> StepReport:
         """Both reports as one."""
@@ -131,6 +213,7 @@ class StepReport:
             dict(self.fetches),
             min(self.ready_slots, other.ready_slots),
             self.ranks + other.ranks,
+            self.observed.merged(other.observed),
         )
         for number, ends in other.fetches.items():
             mine = merged.fetches.get(number)
@@ -139,8 +222,9 @@ class StepReport:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing has ended."""
-        return not (self.loads or self.stores or self.puts or self.fetches)
+        """Whether nothing has ended or been measured."""
+        measured = self.observed.loads or self.observed.steps
+        return not (self.loads or self.stores or self.puts or self.fetches or measured)
 
 
 def _merged(left: dict[int, Ended], right: dict[int, Ended]) -> dict[int, Ended]:

@@ -55,6 +55,7 @@ class LamellaHandshake(base.KVConnectorHandshakeMetadata):  # type: ignore[misc]
 
     objects: RankObjects
     ready_slots: int
+    least_width: int = 1
 
 
 class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
@@ -107,7 +108,9 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
 
     def get_handshake_metadata(self) -> LamellaHandshake | None:
         """How this rank names its objects, and its slots."""
-        return LamellaHandshake(self.worker.objects, self.worker.ready_slots) if self.worker is not None else None
+        if self.worker is None:
+            return None
+        return LamellaHandshake(self.worker.objects, self.worker.ready_slots, self.worker.least_width)
 
     def handle_preemptions(self, kv_connector_metadata: LamellaOrders) -> None:
         """Blocks that this step writes are not read by a store any more."""
@@ -175,7 +178,11 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         ranks = list(metadata.values())
         if not ranks:  # 0.26 calls this without any
             return
-        self._scheduler.set_ranks([rank.objects for rank in ranks], min(rank.ready_slots for rank in ranks))
+        self._scheduler.set_ranks(
+            [rank.objects for rank in ranks],
+            min(rank.ready_slots for rank in ranks),
+            max(rank.least_width for rank in ranks),
+        )
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, LamellaHandshake]) -> None:
         """As `set_xfer_handshake_metadata_pp_aware`, with one stage."""

@@ -88,6 +88,8 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         num_ranks=vllm_config.parallel_config.world_size,
         space=_key_space(vllm_config, block_tokens, settings),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
+        token_budget=int(vllm_config.scheduler_config.max_num_batched_tokens),
+        steps_ahead=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         refusal=refusal,
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.batch_blocks import BatchBlocks, Scheduled
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
@@ -24,6 +25,7 @@ from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepRepo
 from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.slot_index import SlotIndex
+from lamella.reference.auto import Arm
 from lamella.reference.keys import ChunkKey
 
 _log = logging.getLogger(__name__)
@@ -60,6 +62,7 @@ class SchedulerSide:
         self.index = SlotIndex()
         self.book = WorkBook(facts.num_ranks, rules)
         self.metrics = Metrics()
+        self._auto = AutoChoice(settings, facts, self.metrics) if settings.is_auto else None
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
         self._tier: TierPrefetch | None = None
@@ -79,9 +82,13 @@ class SchedulerSide:
 
     # ---- set-up
 
-    def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int) -> None:
-        """Every rank has said how it names its objects, and how many slots each of them has ready at least."""
+    def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, least_width: int = 1) -> None:
+        """Every rank has said how it names its objects, how many slots each has ready at least, and which slices are
+        wide enough for all.
+        """  # noqa: D205 - one sentence more than a line
         self._add_slots(ready_slots)
+        if self._auto is not None:
+            self._auto.set_least_width(least_width)
         if self._settings.file_tier is not None and not self._facts.refusal:
             self._tier = TierPrefetch(
                 self._settings.file_tier, self.index, ranks, self._number, self._settings.load_timeout_s
@@ -112,28 +119,40 @@ class SchedulerSide:
         num_tokens = min(num_tokens, request.num_tokens)
         wanted = max(0, num_tokens - local_hit)
         if not wanted:
+            if self._auto is not None:
+                self._auto.missed(name, local_hit, request.num_tokens)
             return 0, False
-        if self._must_wait(keys[local_hit // self._facts.space.chunk_tokens : hits], wanted):
+        if self._is_coming(keys[local_hit // self._facts.space.chunk_tokens : hits]):
+            return None, False
+        arm = None if self._auto is None else self._auto.choose(name, wanted, local_hit, request.num_tokens)
+        if arm is Arm.OFF:
+            return 0, False
+        if self._has_no_room(wanted):
             return None, False
         self._local_hits[name] = local_hit
-        return wanted, not self._joins_step
+        return wanted, not (self._joins_step if arm is None else arm is Arm.SYNC)
 
     @property
     def _joins_step(self) -> bool:
         """Whether loads are synchronous; never with several groups, whose late failures cannot be reported."""
         return self._settings.use_layerwise and len(self._facts.block_tokens) == 1
 
-    def _must_wait(self, keys: Sequence[ChunkKey], num_tokens: int) -> bool:
-        """Whether a load must wait for others: for one that brings the same chunks, or for room.
+    def _is_coming(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether a load that nobody can hit yet brings some of these chunks: the request waits for it.
 
         Loads in flight end without the engine's help, so this waits for nothing that waits for it.
         """
+        if not self._rules.share_loads or not self._facts.prefix_caching:
+            return False
+        wanted = set(keys)
+        if any(not work.released and wanted & set(self._loads[work.number].keys) for work in self.book.open_loads()):
+            self.metrics.count("shared_waits")
+            return True
+        return False
+
+    def _has_no_room(self, num_tokens: int) -> bool:
+        """Whether a load must wait until others have ended."""
         loads = self.book.open_loads()
-        if self._rules.share_loads and self._facts.prefix_caching:
-            wanted = set(keys)
-            if any(not work.released and wanted & set(self._loads[work.number].keys) for work in loads):
-                self.metrics.count("shared_waits")
-                return True
         num_bytes = sum(work.num_bytes for work in loads) + num_tokens * self._facts.token_bytes
         if loads and (len(loads) >= self._settings.max_loads or num_bytes > self._settings.max_load_gib * _GIB):
             self.metrics.count("bound_waits")
@@ -149,6 +168,8 @@ class SchedulerSide:
         name = request.request_id
         self._blocks.replace(name, tables)
         if num_external == 0:
+            if self._auto is not None:
+                self._auto.declined(name)
             return
         if name not in self._local_hits:
             raise RuntimeError(f"{num_external} tokens are to be loaded for {name}, which was promised none")
@@ -158,7 +179,10 @@ class SchedulerSide:
         slots = self.index.pin(keys)
         blocks = self._blocks.tables(name, end)
         assert blocks is not None, "the engine allocated blocks for what it is to load"
-        order = LoadOrder(self._number(), name, slots, first, blocks, end, skip, self._joins_step)
+        number, joins, plan = self._number(), self._joins_step, None
+        if self._auto is not None:
+            joins, plan = self._auto.joins(name), self._auto.planned(name, number)
+        order = LoadOrder(number, name, slots, first, blocks, end, skip, joins, plan)
         self.book.begin(
             Work(order.number, name, Kind.LOAD, num_external * self._facts.token_bytes, not order.joins_step)
         )
@@ -175,7 +199,7 @@ class SchedulerSide:
 
     def step_orders(self, output: Any) -> StepOrders:
         """What the workers do in the step that `output` (vLLM's SchedulerOutput) describes."""
-        batch = self._update_tables(output)
+        batch = self._blocks.take_step(output)
         for one in batch:
             self._failed.discard(one.request)
             if self._tier is not None:
@@ -197,24 +221,8 @@ class SchedulerSide:
             held_blocks=self._blocks.held(batch, watched),
             rewritten_blocks=rewritten,
             wants_report=bool(self.book.num_held),
+            weights=None if self._auto is None else self._auto.step_made(batch, self._requests),
         )
-
-    def _update_tables(self, output: Any) -> list[Scheduled]:
-        batch: list[Scheduled] = []
-        new = output.num_scheduled_tokens
-        for fresh in output.scheduled_new_reqs:
-            self._blocks.replace(fresh.req_id, fresh.block_ids)
-            batch.append(Scheduled(fresh.req_id, fresh.num_computed_tokens, new[fresh.req_id]))
-        cached = output.scheduled_cached_reqs
-        for name, tables, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if name in cached.resumed_req_ids:
-                self._blocks.replace(name, tables or [[] for _ in self._facts.block_tokens])
-            elif tables is not None:
-                self._blocks.append(name, tables)
-            batch.append(Scheduled(name, computed, new[name]))
-        return batch
 
     def _conflicts(self, batch: Sequence[Scheduled]) -> tuple[int, ...]:
         """Stores whose blocks this step writes: their requests were preempted, or lost blocks to a window."""
@@ -282,6 +290,8 @@ class SchedulerSide:
         is in flight any more; vLLM acts on both right after this call.
         """
         if report is not None:
+            if self._auto is not None:
+                self._auto.observed(report.observed)
             self._add_slots(report.ready_slots)
             for number, end in report.stores.items():
                 if self.book.ended(number, end) is not None:
@@ -309,6 +319,8 @@ class SchedulerSide:
 
     def _load_ended(self, work: Work) -> frozenset[int]:
         load = self._loads.pop(work.number)
+        if self._auto is not None:
+            self._auto.load_ended(work.number)
         self.index.unpin(load.order.slots)
         if self.book.ended_well(work):
             return frozenset()
@@ -369,8 +381,9 @@ class SchedulerSide:
             forget(name)
         for book in (self._requests, self._local_hits, self._stored_chunks):
             book.pop(name, None)
-        if self._tier is not None:
-            self._tier.forget(name)
+        for part in (self._tier, self._auto):
+            if part is not None:
+                part.forget(name)
         return held
 
     @property

@@ -10,6 +10,7 @@ What the three settings of the layerwise path mean together ("async": the reques
 | false | n | first, first:k, jit ... | async, released early; a layer's attention waits for what has not landed there |
 | true | 0 | - | sync: the step starts when all has landed |
 | true | n | - | sync: a layer's attention waits for its layer |
+| - | auto | - | chosen for each request by `lamella.reference.auto`: one of these, or not to load at all |
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from lamella.cuda_ext.arrival import Carrier
+from lamella.reference.auto import WeighedRelease
 from lamella.reference.ordering import parse_order
 from lamella.reference.release import ReleasePolicy, Whole, parse_release
 from lamella.reference.slices import parse_width
@@ -82,7 +84,8 @@ class ConnectorSettings:
     Args:
         use_layerwise: loads join the very next step (synchronous) instead of parking the request until it is released.
         layers_per_slice: as `resolve_layers_per_slice`; 0, the default, is chunk-major.
-        release: when an asynchronously loaded request may run, as `lamella.reference.release.parse_release`.
+        release: when an asynchronously loaded request may run, as `lamella.reference.release.parse_release`; None: with
+            its first slice. `auto` chooses it, and `use_layerwise`, itself.
         order: whose slice moves next, as `lamella.reference.ordering.parse_order`.
         host_pool_gib: host memory for objects, each rank.
         chunk_tokens: tokens of an object; rounded down to whole blocks of the engine, at least one.
@@ -97,6 +100,11 @@ class ConnectorSettings:
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
         carrier: `event` or `value`, how streams learn of landings (CUDA).
         staging_mib, window_mib, in_flight_mb: bounds of the transfer engine, see `TransferEngine`.
+        profile: what `auto` knows of the device before it has observed any: a shipped profile, or a file that
+            `lamella calibrate` wrote.
+        bystander_weight: for `auto`, how much a ns for which a decoding request stands still that has loaded nothing
+            counts against a ns of time to first token.
+        tpot_weight: the same for one whose own hit was loaded.
 
     Raises:
         ValueError: an unknown name, or a value that cannot mean anything.
@@ -105,7 +113,7 @@ class ConnectorSettings:
 
     use_layerwise: bool = False
     layers_per_slice: Any = 0
-    release: str = "first"
+    release: str | None = None
     order: str = "fifo"
     host_pool_gib: float = 4.0
     chunk_tokens: int = 256
@@ -122,6 +130,9 @@ class ConnectorSettings:
     staging_mib: int = 64
     window_mib: int = 8
     in_flight_mb: int = 55
+    profile: str = "h200-llama-3.1-8b"
+    bystander_weight: float = 1.0
+    tpot_weight: float = 1.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.use_layerwise, bool):
@@ -132,7 +143,10 @@ class ConnectorSettings:
             _check_number(name, getattr(self, name), int | float)
         if self.file_tier_gib is not None:
             _check_number("file_tier_gib", self.file_tier_gib, int | float)
-        for name in ("release", "order", "object_form", "salt", "carrier"):
+        for name in ("bystander_weight", "tpot_weight"):
+            _check_number(name, getattr(self, name), int | float, least=0)
+        texts = ("order", "object_form", "salt", "carrier", "profile")
+        for name in texts if self.release is None else (*texts, "release"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
         if self.object_form not in _FORMS:
@@ -143,8 +157,15 @@ class ConnectorSettings:
             raise TypeError(f"file_tier must be a path or None, got {self.file_tier!r}")
         if self.staging_mib < 2 * self.window_mib:
             raise ValueError(f"staging_mib ({self.staging_mib}) must hold two windows of {self.window_mib} MiB")
-        parse_release(self.release)
+        if self.release is not None:
+            parse_release(self.release)
         parse_order(self.order)
+        for name, given in (("release", self.release), ("use_layerwise", self.use_layerwise)):
+            if self.is_auto and given:
+                raise ValueError(
+                    f"layers_per_slice auto chooses {name} for each request: leave {name} out, or name a width; got "
+                    f"{given!r}"
+                )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -165,6 +186,11 @@ class ConnectorSettings:
         return cls(**given)
 
     @property
+    def is_auto(self) -> bool:
+        """Whether the arm is chosen for each request."""
+        return isinstance(self.layers_per_slice, str) and self.layers_per_slice.strip().lower() == "auto"
+
+    @property
     def wants_slices(self) -> bool:
         """Whether loads move slice by slice; false where `layers_per_slice` is off or reads as off."""
         return resolve_layers_per_slice(self.layers_per_slice) != 0
@@ -176,8 +202,10 @@ class ConnectorSettings:
 
     @property
     def release_policy(self) -> ReleasePolicy:
-        """When a request may run; whole where nothing arrives before the rest."""
-        return parse_release(self.release) if self.wants_slices else Whole()
+        """When a request may run; whole where nothing arrives before the rest, and without a plan under `auto`."""
+        if not self.wants_slices:
+            return Whole()
+        return WeighedRelease() if self.is_auto else parse_release(self.release or "first")
 
     @property
     def file_tier_bytes(self) -> int | None:
@@ -190,8 +218,9 @@ class ConnectorSettings:
         return Carrier[self.carrier.upper()]
 
 
-def _check_number(name: str, value: object, kind: Any) -> None:
+def _check_number(name: str, value: object, kind: Any, least: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not 0 < value < float("inf"):  # type: ignore[operator]
-        raise ValueError(f"{name} must be positive and finite, got {value}")
+    if not (0 < value if least is None else least <= value) or value == float("inf"):  # type: ignore[operator]
+        wanted = "positive" if least is None else f"at least {least:g}"
+        raise ValueError(f"{name} must be {wanted} and finite, got {value}")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lamella.connector.cache_shapes import DescribedCaches, GroupShape, describe_caches
 from lamella.connector.connector_metrics import Metrics
+from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.slice_width import choose_width
 from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StoreOrder
@@ -96,6 +97,9 @@ class WorkerSide:
         layout = self.caches.layout
         self._device = device_of(list(caches.values()))
         choice = choose_width(settings.layers_per_slice, layout)
+        self.least_width = choice.width if isinstance(choice.width, int) and settings.is_auto else 1
+        """Under `auto`, the narrowest slices that copy near the rate of the wire."""
+        self._observations = Observations(marks_of(self._device)) if settings.is_auto else None
         self.slices = plan_slices(layout.num_layers, choice.width)
         _log.info("%s: %d slices of %d layers, %s", self._device, len(self.slices), layout.num_layers, choice.reason)
         self._space = replace(
@@ -131,6 +135,7 @@ class WorkerSide:
             rules,
             self.metrics,
             self._several_groups,
+            None if self._observations is None else self._observations.load_landed,
         )
         tier: FileTier | None = None
         if settings.file_tier is not None:
@@ -195,6 +200,8 @@ class WorkerSide:
         self._orders = orders
         self.stores.begin_step(orders.stores, orders.fetches)
         self.loads.begin_step(orders)
+        if self._observations is not None:
+            self._observations.step_begins(orders, waits=bool(self.loads.gated))
 
     def before_forward(self) -> None:
         """Where no layer will wait, the step's own loads have landed."""
@@ -233,6 +240,8 @@ class WorkerSide:
         """What has ended since the last report; None if nothing has and nobody asked."""
         report, self._report = self._report, StepReport()
         report.ready_slots = self.ready_slots
+        if self._observations is not None:
+            report.observed = self._observations.take()
         if report.is_empty and not self._orders.wants_report and report.ready_slots == self._told_slots:
             return None
         self._told_slots = report.ready_slots
@@ -260,7 +269,7 @@ class WorkerSide:
                 self._objects(order.first_chunk, order.slots),
                 self.caches.kernel_tables(order.blocks),
                 order.num_tokens,
-                slices=self.slices,
+                slices=self._slices_of(order),
                 skip_tokens=order.skip_tokens,
                 null_block=0 if self._several_groups else None,
                 fence=fence,
@@ -268,6 +277,13 @@ class WorkerSide:
             )
 
         return submit
+
+    def _slices_of(self, order: LoadOrder) -> tuple[Slice, ...]:
+        if order.plan is None:
+            return self.slices
+        num_layers = self.caches.layout.num_layers
+        width = order.plan.width
+        return plan_slices(num_layers, min(width, num_layers) if isinstance(width, int) else width)
 
     def _submit_store(self, order: StoreOrder, slices: Sequence[Slice]) -> Transfer:
         fence, kept = self._fence()

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -82,6 +82,8 @@ class WorkerLoads:
         rules: all of them, outside tests.
         metrics: counts and times.
         several_groups: the engine cannot report blocks: errors are reported by request, before release.
+        executor: begins loads; by default a thread of its own.
+        on_landed: called with (slices, bytes, start, landing) of each load that has landed; None if nobody asks.
     """
 
     def __init__(
@@ -96,6 +98,8 @@ class WorkerLoads:
         rules: SafetyRules,
         metrics: Metrics,
         several_groups: bool = False,
+        executor: Executor | None = None,
+        on_landed: Callable[[int, int, int, int], object] | None = None,
     ) -> None:
         self._submit = submit
         self._num_layers = num_layers
@@ -107,7 +111,8 @@ class WorkerLoads:
         self._rules = rules
         self._metrics = metrics
         self._several_groups = several_groups
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamella-submit")
+        self._on_landed = on_landed
+        self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="lamella-submit")
         self._loads: dict[int, Load] = {}
         self.gated: list[Load] = []
         self.bad_blocks: set[int] = set()
@@ -231,7 +236,8 @@ class WorkerLoads:
             self._metrics.count("released_early", not ended)
 
     def _may_run(self, load: Load, transfer: Arriving) -> bool:
-        policy = self._release
+        plan, weights = load.order.plan, self._orders.weights
+        policy = self._release if plan is None else plan.release
         progress = transfer.query()
         landed = transfer.slices[progress.landed - 1].end_layer if progress.landed else 0
         if self._hooks_bypassed or self._several_groups or landed < policy.layers_needed(self._num_layers):
@@ -247,9 +253,19 @@ class WorkerLoads:
             for _layer in range(part.num_layers)
         )
         step_ns = self._computed_ns if self._orders.num_tokens else _IDLE_STEP_NS
-        compute = (self._computed_ns // self._num_layers,) * self._num_layers
-        view = ReleaseView(now_ns, arrivals, compute, 0, step_ns, self._orders.num_decoding)
+        compute_ns = self._computed_ns if plan is None else plan.compute_ns
+        compute = (compute_ns // self._num_layers,) * self._num_layers
+        price = None if weights is None else weights.price._replace(busy_ns=self._link_busy_ns(load))
+        if weights is not None and weights.full:
+            step_ns = 0  # released or not, the request is not in the next step
+        view = ReleaseView(now_ns, arrivals, compute, 0, step_ns, self._orders.num_decoding, price)
         return policy.release_ns(view) <= now_ns
+
+    def _link_busy_ns(self, load: Load) -> int:
+        """How long the link has other loads to carry behind this one, as predicted."""
+        numbers = (number for number in self._loads if number > load.order.number)
+        plans = (self._loads[number].order.plan for number in numbers if not self._loads[number].landed)
+        return sum(plan.load_ns for plan in plans if plan is not None)
 
     def errors(self) -> set[int]:
         """Blocks to report in this step: bad ones that its batch takes for computed, and those of parked requests."""
@@ -269,6 +285,10 @@ class WorkerLoads:
     def close(self) -> None:
         """Nothing more is submitted."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def find(self, number: int) -> Load | None:
+        """The load; None once its end was polled."""
+        return self._loads.get(number)
 
     @property
     def num_open(self) -> int:
@@ -347,6 +367,9 @@ class WorkerLoads:
         if transfer is None or load.failed or load.cancelled:
             return
         landed = transfer.timestamps_ns().landed_ns
+        if self._on_landed is not None:
+            num_bytes = (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes
+            self._on_landed(transfer.num_slices, num_bytes, transfer.query().started_ns, landed[-1])
         self._metrics.observe("first_layer_ns", max(0, landed[0] - load.ordered_ns))
         self._metrics.observe("last_layer_ns", max(0, landed[-1] - load.ordered_ns))
         self._metrics.count("loaded_bytes", (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes)

@@ -118,7 +118,7 @@ class Correction:
             raise ValueError(f"observations must be at least 0, got {self.wire_seen} and {self.steps_seen}")
 
     def after_load(self, profile_ns: int, measured_ns: int) -> Correction:
-        """With one more load, which the profile alone would have let take `profile_ns`; ignored if a time is below 1."""
+        """With one more load, for which the profile alone says `profile_ns`; ignored if a time is below 1."""
         if min(profile_ns, measured_ns) < 1:
             return self
         wire = _moved(self.wire, measured_ns / profile_ns, self.wire_seen)
@@ -229,6 +229,11 @@ class Decision:
         """
         return self.chosen.ttft_ns / max(1, min(one.ttft_ns for one in self.predictions)) - 1
 
+    @property
+    def regret_ns(self) -> int:
+        """The same in ns."""
+        return self.chosen.ttft_ns - min(one.ttft_ns for one in self.predictions)
+
     def reason(self) -> str:
         """The decision in one line, for a log."""
         told = ", ".join(
@@ -333,7 +338,7 @@ class AutoPolicy:
         """What a stall costs others."""
         return StallPrice(self._bystander_weight * bystanders + prefills, self._tpot_weight * readers, busy_ns)
 
-    def choose(self, view: AutoView, correction: Correction, can: Abilities = Abilities()) -> Decision:  # noqa: B008
+    def choose(self, view: AutoView, correction: Correction, can: Abilities = Abilities()) -> Decision:
         """The arm whose cost is least (AUTO-1).
 
         Args:
@@ -414,7 +419,7 @@ class AutoPolicy:
         ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
         stall_ns = max(0, done_ns - start_ns - first_ns)
         others_ns = _delay(ttft, view.waiting, ahead)
-        idle_ns = view.decoding * max(0, view.link_wait_ns + landed_ns)  # nobody gains by standing before anything landed
+        idle_ns = view.decoding * max(0, view.link_wait_ns + landed_ns)  # in which nobody gains anything
         return Prediction(Arm.SYNC, width, ttft, round(ttft + others_ns + idle_ns + hurt * (stall_ns + prefill_ns)))
 
     def _off(self, view: AutoView, correction: Correction, ahead: Sequence[int], hurt: float) -> Prediction:

@@ -17,6 +17,8 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from lamella.connector.auto_choice import AutoChoice
+from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES
 from lamella.connector.slice_width import choose_width
 from lamella.connector.vllm import LamellaConnector
@@ -416,11 +418,14 @@ class LiveEngine:
         settings = replace(
             self.side._settings,
             layers_per_slice=",".join(map(str, width)) if isinstance(width, tuple) else width,
-            release=release,
+            release=None if width == "auto" else release,
             use_layerwise=use_layerwise,
         )
         choice = choose_width(settings.layers_per_slice, worker.caches.layout)
         self.side._settings = worker._settings = settings
+        self.side._auto = AutoChoice(settings, self.side._facts, self.side.metrics) if settings.is_auto else None
+        worker._observations = Observations(marks_of(worker._device)) if settings.is_auto else None
+        worker.loads._on_landed = None if worker._observations is None else worker._observations.load_landed
         worker.slices = plan_slices(num_layers, choice.width)
         worker.stores._layerwise = use_layerwise and choice.layerwise
         worker.stores._slices = worker.slices

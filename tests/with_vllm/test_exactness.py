@@ -19,7 +19,7 @@ from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
 
 P = prompt(500)
 Q = prompt(500, salt=7)
-WIDTHS: tuple[int | str | tuple[int, ...], ...] = (0, 1, 3, 8, 16, (1, 1, 2, 4), "auto")
+WIDTHS: tuple[int | str | tuple[int, ...], ...] = (0, 1, 3, 8, 16, (1, 1, 2, 4))
 RELEASES = ("whole", "first", "first:2", "first:4", "jit", "jit:1ms", "jit:step")
 
 

@@ -1,0 +1,238 @@
+"""`auto` on the scheduler side: what is known of the engine when a request asks, and what observations make of it.
+
+`lamella.reference.auto` chooses; this keeps its view. Loads under way are forecast by a ledger, computing that is ahead
+is counted from batches, and the workers' reports correct the profile: how long loads were on the link, and steps in
+which nothing waited for a layer. Nothing here blocks, and a choice costs well below 0.1 ms of the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Final
+
+from lamella.connector.batch_blocks import Scheduled
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.step_orders import LoadPlan, Observed, StepWeights
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.reference.auto import Abilities, Arm, AutoPolicy, AutoView, Correction, Decision
+from lamella.reference.auto_ledger import LoadLedger
+from lamella.reference.profile import DeviceProfile, profile_from_mapping
+
+_log = logging.getLogger(__name__)
+_SHIPPED: Final = "lamella.sim.profiles"  # data that lies beside the simulator
+_SMOOTHED: Final = 0.25
+"""Weight of the latest decode step in the length that the next one is taken to have."""
+
+
+def read_profile(name: str) -> DeviceProfile:
+    """The shipped profile of that name, or the one in a file that `lamella calibrate` wrote.
+
+    Raises:
+        ValueError: no such profile, or one that is broken; the message says what would be one.
+    """
+    import json
+
+    source = Path(name) if name.endswith(".json") else files(_SHIPPED) / f"{name}.json"
+    try:
+        return profile_from_mapping(json.loads(source.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        shipped = sorted(one.name[:-5] for one in files(_SHIPPED).iterdir() if one.name.endswith(".json"))
+        raise ValueError(
+            f"profile {name!r} cannot be used: {error}; name a file that lamella calibrate wrote, or one of "
+            f"{', '.join(shipped)}"
+        ) from error
+
+
+class AutoChoice:
+    """Chooses for each request, and plans its load.
+
+    Args:
+        settings: the connector's.
+        facts: of the engine.
+        metrics: where arms are counted.
+        clock_ns: a monotonic clock.
+
+    Raises:
+        ValueError: a profile that cannot be read.
+    """
+
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        facts: EngineFacts,
+        metrics: Metrics,
+        clock_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
+        profile = read_profile(settings.profile)
+        num_layers = facts.space.layers[1] - facts.space.layers[0]
+        self._policy = AutoPolicy(
+            profile,
+            num_layers,
+            facts.token_bytes,
+            facts.token_budget,
+            settings.bystander_weight,
+            settings.tpot_weight,
+        )
+        single = len(facts.block_tokens) == 1
+        self._can = Abilities(early=single, sync=single)
+        self._facts = facts
+        self._metrics = metrics
+        self._clock_ns = clock_ns
+        self.correction = Correction()
+        """What was observed so far."""
+        self._ledger = LoadLedger()
+        self._chosen: dict[str, Decision] = {}
+        self._numbers: dict[str, int] = {}
+        self._readers: set[str] = set()  # their hit was loaded
+        self._decoding: set[str] = set()
+        self._cut: dict[str, tuple[int, int]] = {}  # prefills under way: (context, tokens left)
+        self._joining_ns: dict[str, int] = {}  # chosen since the last step, to be computed in the next one
+        self._made_ns = clock_ns()
+        self._step_ns = self._policy.step_ns([(0, 1)])
+        self._step_is_decode = self._step_is_empty = True
+        self._step_expected_ns = 0
+        _log.info(
+            "auto chooses by the profile %s (%s on %s), corrected by what is observed",
+            profile.name,
+            profile.model,
+            profile.device,
+        )
+
+    def set_least_width(self, least_width: int) -> None:
+        """Narrower slices than this copy below the wire's rate on some rank."""
+        self._can = Abilities(self._can.early, self._can.sync, max(self._can.least_width, least_width))
+
+    # ---- a request asks
+
+    def choose(self, name: str, load_tokens: int, local_hit: int, num_tokens: int) -> Arm:
+        """The arm for a request of `num_tokens`, of which the engine holds `local_hit` and `load_tokens` more are here.
+
+        It stands until the next choice for the request.
+        """
+        now_ns = self._clock_ns()
+        cached = local_hit + load_tokens
+        decoding = len(self._decoding)
+        queued_ns = sum(self._policy.prefill_ns(*left, self.correction)[1] for left in self._cut.values())
+        self._joining_ns.pop(name, None)
+        view = AutoView(
+            load_tokens=load_tokens,
+            cached_tokens=cached,
+            new_tokens=num_tokens - cached,
+            link_wait_ns=self._ledger.link_wait_ns(now_ns),
+            engine_wait_ns=self._engine_wait_ns(now_ns),
+            queued_ns=queued_ns + sum(self._joining_ns.values()),
+            waiting=self._ledger.waiting(now_ns),
+            decoding=decoding,
+            bystanders=len(self._decoding - self._readers),
+            step_ns=round(self._step_ns),
+            idle=self._step_is_empty,
+        )
+        decision = self._policy.choose(view, self.correction, self._can)
+        self._chosen[name] = decision
+        if decision.arm is Arm.OFF:
+            self._joining_ns[name] = self._policy.prefill_ns(local_hit, num_tokens - local_hit, self.correction)[1]
+        return decision.arm
+
+    def missed(self, name: str, local_hit: int, num_tokens: int) -> None:
+        """The request has nothing to load; what it computes is ahead of whoever asks next."""
+        if num_tokens > local_hit:
+            self._joining_ns[name] = self._policy.prefill_ns(local_hit, num_tokens - local_hit, self.correction)[1]
+
+    def _engine_wait_ns(self, now_ns: int) -> int:
+        """How long the step under way still computes, in an engine that schedules the next one meanwhile."""
+        if not self._facts.steps_ahead or self._step_is_empty:
+            return 0
+        expected_ns = round(self._step_expected_ns * self.correction.steps) or round(self._step_ns)
+        return max(0, self._made_ns + expected_ns - now_ns)
+
+    # ---- the engine follows
+
+    def planned(self, name: str, number: int) -> LoadPlan:
+        """How load `number` of the request moves; it is under way from now on.
+
+        Raises:
+            KeyError: nothing was chosen for the request.
+        """
+        decision = self._chosen.pop(name)
+        self._count(name, decision)
+        self._ledger.began(number, self._clock_ns(), decision.load_ns, decision.prefill_ns)
+        self._numbers[name] = number
+        self._readers.add(name)
+        return LoadPlan(decision.chosen.width, decision.release, decision.compute_ns, decision.load_ns)
+
+    def declined(self, name: str) -> None:
+        """The engine gave the request its blocks without a load; counted where that was chosen."""
+        decision = self._chosen.pop(name, None)
+        if decision is not None and decision.arm is Arm.OFF:
+            self._count(name, decision)
+
+    def joins(self, name: str) -> bool:
+        """Whether the request was chosen to join the next step."""
+        decision = self._chosen.get(name)
+        return decision is not None and decision.arm is Arm.SYNC
+
+    def _count(self, name: str, decision: Decision) -> None:
+        self._metrics.count(f"auto_{decision.arm.value}")
+        self._metrics.observe("auto_predicted_ttft_ns", decision.chosen.ttft_ns)
+        self._metrics.observe("auto_predicted_regret_ns", round(decision.regret_ns))
+        if _log.isEnabledFor(logging.DEBUG):
+            _log.debug("request %s: %s", name, decision.reason())
+
+    def load_ended(self, number: int) -> None:
+        """The load has landed, failed or been cancelled on every rank."""
+        self._ledger.ended(number, self._clock_ns())
+
+    def forget(self, name: str) -> None:
+        """The request is gone."""
+        for book in (self._chosen, self._numbers, self._cut, self._joining_ns):
+            book.pop(name, None)
+        self._readers.discard(name)
+        self._decoding.discard(name)
+
+    def step_made(self, batch: Sequence[Scheduled], requests: Mapping[str, Any]) -> StepWeights:
+        """What the workers must know of the step that this batch makes, to weigh releases against it."""
+        now_ns = self._clock_ns()
+        if self._step_is_decode and not self._step_is_empty and batch:
+            took_ns = min(now_ns - self._made_ns, round(4 * self._step_ns))
+            self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
+        self._joining_ns.clear()
+        prefills: list[tuple[int, int]] = []
+        decoding = context = 0
+        for one in batch:
+            if one.request in self._numbers:
+                self._ledger.joined(self._numbers.pop(one.request))
+            request = requests.get(one.request)
+            left = (request.num_tokens if request is not None else one.end) - one.end
+            if one.request in self._decoding and one.new == 1:
+                decoding, context = decoding + 1, context + one.end
+            else:
+                prefills.append((one.computed, one.new))
+            if left > 0:
+                self._cut[one.request] = (one.end, left)
+                self._decoding.discard(one.request)
+            else:
+                self._cut.pop(one.request, None)
+                self._decoding.add(one.request)
+        self._made_ns = now_ns
+        self._step_is_empty = not batch
+        self._step_is_decode = not prefills
+        self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
+        bystanders = len(self._decoding - self._readers)
+        price = self._policy.stall_price(bystanders, len(self._decoding) - bystanders, len(self._cut), 0)
+        taken = sum(left for _, left in self._cut.values()) + len(self._decoding)
+        budget = self._facts.token_budget
+        return StepWeights(price, budget is not None and taken >= budget, self._step_expected_ns)
+
+    def observed(self, observed: Observed) -> None:
+        """The workers' measurements correct the profile."""
+        if observed.loads:
+            expected_ns = self._policy.wire_ns(observed.load_bytes // self._facts.token_bytes)
+            measured_ns = observed.load_ns - observed.slices * self._policy.slice_ns
+            self.correction = self.correction.after_load(expected_ns, measured_ns)
+        if observed.steps:
+            self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns)

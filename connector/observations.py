@@ -1,0 +1,116 @@
+"""What one rank measures for `auto`: how long the link had a load, and how long a step took that waited for nothing.
+
+A step is measured from its begin to the next step's begin, on the stream that computes, and only where the next one
+goes on with a request of it: else the engine may have slept in between. Nothing here waits: what a GPU has not reached
+yet is reported with a later step.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any, Final, NamedTuple, Protocol
+
+from lamella.connector.step_orders import Observed, StepOrders
+
+_MOST_OPEN: Final = 64
+
+
+class Marks(Protocol):
+    """Instants on whatever computes."""
+
+    def mark(self) -> Any:
+        """The instant at which what was enqueued so far has been computed."""
+
+    def between_ns(self, begin: Any, end: Any) -> int | None:
+        """The time between two marks; None while the second has not been reached."""
+
+
+class HostMarks:
+    """Marks of a device that computes on the calling thread."""
+
+    def mark(self) -> int:
+        """Now."""
+        return time.monotonic_ns()
+
+    def between_ns(self, begin: int, end: int) -> int:
+        """The time between two marks."""
+        return end - begin
+
+
+class CudaMarks:
+    """Events on the current stream.
+
+    Args:
+        device: such as "cuda:0".
+    """
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device = torch.device(device)
+
+    def mark(self) -> Any:
+        """An event behind all that the stream has been given."""
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between_ns(self, begin: Any, end: Any) -> int | None:
+        """The time between two events; None while the second has not come."""
+        return round(begin.elapsed_time(end) * 1e6) if end.query() else None
+
+
+def marks_of(device: str) -> Marks:
+    """The marks of a device as torch names it."""
+    return CudaMarks(device) if device.startswith("cuda") else HostMarks()
+
+
+class _Measured(NamedTuple):
+    expected_ns: int
+    begin: Any
+    end: Any
+
+
+class Observations:
+    """See the module; called on the model runner's thread.
+
+    Args:
+        marks: of the device that computes.
+    """
+
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
+        self._found = Observed()
+        self._last_landed_ns = 0
+        self._begun: tuple[int, Any] | None = None  # (expected, mark) of the step under way, if it is to be measured
+        self._open: deque[_Measured] = deque(maxlen=_MOST_OPEN)
+
+    def load_landed(self, slices: int, num_bytes: int, started_ns: int, landed_ns: int) -> None:
+        """A load was on the link from `started_ns`, or from the landing of the one before, to `landed_ns`."""
+        took_ns = landed_ns - max(started_ns, self._last_landed_ns)
+        self._last_landed_ns = max(self._last_landed_ns, landed_ns)
+        if took_ns > 0:
+            self._found = self._found.with_load(slices, num_bytes, took_ns)
+
+    def step_begins(self, orders: StepOrders, waits: bool) -> None:
+        """A step begins; `waits`: its layers wait for loads, so that its time would say nothing."""
+        weights = orders.weights
+        wanted = weights is not None and weights.expected_ns > 0 and not waits
+        goes_on = self._begun is not None and orders.num_decoding > 0
+        mark = self._marks.mark() if wanted or goes_on else None
+        if goes_on and self._begun is not None:
+            self._open.append(_Measured(self._begun[0], self._begun[1], mark))
+        self._begun = (weights.expected_ns, mark) if wanted and weights is not None else None
+
+    def take(self) -> Observed:
+        """What has been measured since the last call."""
+        while self._open:
+            took_ns = self._marks.between_ns(self._open[0].begin, self._open[0].end)
+            if took_ns is None:
+                break
+            self._found = self._found.with_step(self._open.popleft().expected_ns, took_ns)
+        found, self._found = self._found, Observed()
+        return found
