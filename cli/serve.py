@@ -65,7 +65,8 @@ def register(app: typer.Typer) -> None:
             from lamella.server.settings import ServerSettings
             from lamella.server.tcp import TcpDoor
         except ImportError as missing:
-            typer.echo(f"Error: {missing}: pip install 'lamella[server]'", err=True)
+            remedy = "" if "pip install" in str(missing) else ": pip install 'lamella[server]'"
+            typer.echo(f"Error: {missing}{remedy}", err=True)
             raise typer.Exit(1) from missing
 
         with refuse_bad_input(), contextlib.ExitStack() as opened:

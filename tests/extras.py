@@ -10,4 +10,12 @@ NEEDS_AN_EXTRA = {
     "lamella.connector.vllm": "vllm",
     "lamella.connector.vllm_engine": "vllm",
     "lamella.connector.vllm_stats": "vllm",
+    **{
+        f"lamella.server.{name}": "msgspec"
+        for name in (
+            *("bench", "client", "connection", "frames", "handlers", "lending", "loop", "metrics", "mover", "moves"),
+            *("protocol", "rank", "rank_stores", "sequences", "server_side", "service", "sessions", "shapes", "tcp"),
+            *("wire", "worker", "worker_side"),
+        )
+    },
 }

@@ -109,7 +109,8 @@ def test_importing_a_package_by_its_folder_name_is_refused_with_the_right_spelli
 def test_every_module_imports_with_nothing_but_the_base_dependencies(installed: Path, tmp_path: Path) -> None:
     code = f"""
 import importlib, pkgutil, sys
-for extra in ("torch", "matplotlib", "vllm", "redis", "obstore", "pytest", "hypothesis"):
+for extra in ("torch", "matplotlib", "vllm", "redis", "obstore", "pytest", "hypothesis", "msgspec", "zmq",
+              "prometheus_client"):
     sys.modules[extra] = None  # importing it raises ImportError, as if it were not installed
 import lamella
 for found in pkgutil.walk_packages(lamella.__path__, "lamella."):
