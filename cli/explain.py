@@ -26,14 +26,18 @@ def explain(
         str, typer.Argument(help="Its number in the recording; or slowest, fastest or median, by time to first token.")
     ],
     trace: Annotated[
-        Path, typer.Option(help="A recording: of simulate or replay, or of a measured run.")
+        Path, typer.Option(help="A recording by simulate or replay, or the folder of a measured run's logs.")
     ] = DEFAULT_TRACE,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the parts there, in ns.")] = None,
+    trace_out: Annotated[
+        Path | None, typer.Option(help="Write the recording there as a Chrome trace, for Perfetto.")
+    ] = None,
 ) -> None:
     """Decomposes a time to first token: admission, transfer wait, release wait, queue, stalls by layer, computing.
 
     The parts add up to the time to first token exactly. Each stall and each wait on the link names whose slice it was.
     """
+    from lamella.reference.chrome_trace import to_chrome_trace
     from lamella.sim.explain import explain as explain_request
     from lamella.sim.explain import explanation_document, explanation_lines
 
@@ -41,8 +45,11 @@ def explain(
         recording = read_recording(trace)
         number = _number(request, {one.request: one.ttft_ns for one in recording.requests})
         explanation = explain_request(recording, number)
-        if json_path is not None:
-            check_writable(json_path)
+        for path in (json_path, trace_out):
+            if path is not None:
+                check_writable(path)
+    if trace_out is not None:
+        trace_out.write_text(json.dumps(to_chrome_trace(recording)) + "\n", encoding="utf-8")
     if json_path is not None:
         document = {
             "schema_version": 1,
@@ -59,14 +66,17 @@ def explain(
 
 
 def read_recording(path: Path) -> Recording:
-    """The recording in the file.
+    """The recording in the file, or of the run whose logs lie in the folder.
 
     Raises:
         ValueError: not a recording, or an impossible one.
-        OSError: the file cannot be read.
+        OSError: it cannot be read.
     """
+    from lamella.connector.recorded_run import read_run
     from lamella.reference.chrome_trace import from_chrome_trace
 
+    if path.is_dir():
+        return read_run(path)
     try:
         parsed = json.loads(path.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
