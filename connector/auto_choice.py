@@ -19,8 +19,10 @@ from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_orders import LoadPlan, Observed, StepWeights
 from lamella.connector.vllm_settings import ConnectorSettings
-from lamella.reference.auto import Abilities, Arm, AutoPolicy, AutoView, Correction, Decision
+from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
+from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
+from lamella.reference.correction import Correction
 from lamella.reference.profile import DeviceProfile, profile_from_mapping
 
 _log = logging.getLogger(__name__)

@@ -22,7 +22,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
-from lamella.connector.step_orders import Ended
+from lamella.connector.step_orders import Ended, LoadOrder, StoreOrder
+from lamella.reference.keys import ChunkKey
 
 _log = logging.getLogger(__name__)
 
@@ -54,6 +55,31 @@ class Work:
     waits_for_report: bool = False
     released: bool = False
     _ended: Ended = field(default_factory=lambda: Ended(0, True))
+
+
+@dataclass(slots=True)
+class OpenLoad:
+    """What the scheduler side must know of a load in flight.
+
+    Attributes:
+        order: as the workers have it.
+        keys: of its chunks.
+        blocks: it writes.
+        cancelled: nobody reads it any more.
+    """
+
+    order: LoadOrder
+    keys: tuple[ChunkKey, ...]
+    blocks: frozenset[int]
+    cancelled: bool = False
+
+
+@dataclass(slots=True)
+class OpenStore:
+    """The same of a store, which reads its blocks."""
+
+    order: StoreOrder
+    blocks: frozenset[int]
 
 
 class WorkBook:

@@ -11,39 +11,24 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.batch_blocks import BatchBlocks, Scheduled
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.loads import Kind, Work, WorkBook
+from lamella.connector.loads import Kind, OpenLoad, OpenStore, Work, WorkBook
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepReport, StoreOrder
 from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.slot_index import SlotIndex
-from lamella.reference.auto import Arm
+from lamella.reference.auto_view import Arm
 from lamella.reference.keys import ChunkKey
 
 _log = logging.getLogger(__name__)
 _GIB: Final = 1 << 30
-
-
-@dataclass(slots=True)
-class _Load:
-    order: LoadOrder
-    keys: tuple[ChunkKey, ...]
-    blocks: frozenset[int]
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Store:
-    order: StoreOrder
-    blocks: frozenset[int]
 
 
 class SchedulerSide:
@@ -71,8 +56,8 @@ class SchedulerSide:
         self._local_hits: dict[str, int] = {}
         self._stored_chunks: dict[str, int] = {}
         self._failed: set[str] = set()
-        self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, OpenLoad] = {}
+        self._stores: dict[int, OpenStore] = {}
         self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
         self._bad_blocks: set[int] = set()
         self._new_loads: list[LoadOrder] = []
@@ -187,7 +172,7 @@ class SchedulerSide:
             Work(order.number, name, Kind.LOAD, num_external * self._facts.token_bytes, not order.joins_step)
         )
         targets = frozenset(blocks[0][skip // self._facts.block_tokens[0] :]) - {self._facts.null_block}
-        self._loads[order.number] = _Load(order, keys, targets)
+        self._loads[order.number] = OpenLoad(order, keys, targets)
         self._blocks.loaded(targets)
         self._bad_blocks -= targets
         self._new_loads.append(order)
@@ -278,7 +263,7 @@ class SchedulerSide:
             return None
         order = StoreOrder(self._number(), name, slots, chunks[0], blocks, end, skip, keys)
         self.book.begin(Work(order.number, name, Kind.STORE, (end - skip) * self._facts.token_bytes))
-        self._stores[order.number] = _Store(order, frozenset(sources))
+        self._stores[order.number] = OpenStore(order, frozenset(sources))
         return order
 
     # ---- a step has run

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from lamella.cuda_ext.arrival import Carrier
-from lamella.reference.auto import WeighedRelease
 from lamella.reference.ordering import parse_order
-from lamella.reference.release import ReleasePolicy, Whole, parse_release
+from lamella.reference.release import ReleasePolicy, WeighedRelease, Whole, parse_release
 from lamella.reference.slices import parse_width
 
 _log = logging.getLogger(__name__)

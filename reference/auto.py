@@ -26,238 +26,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
-from typing import ClassVar, Final, NamedTuple
+from typing import Final
 
+from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision, Prediction, WaitingLoad
+from lamella.reference.correction import Correction
 from lamella.reference.profile import DeviceProfile, Graphs
-from lamella.reference.release import JustInTime, ReleasePolicy, ReleaseView, StallPrice, Whole
+from lamella.reference.release import ReleasePolicy, StallPrice, WeighedRelease, Whole
 from lamella.reference.tables import PrefillTable
 
 TIE: Final = 0.003
 """Costs this close are equal; then the arm that comes first in `Arm`'s order is taken."""
-CORRECTION_RANGE: Final = 32.0
-"""A device is taken to be at most so many times faster or slower than its profile."""
-LARGEST_JUMP: Final = 4.0
-"""One observation counts for at most this factor, so that a hiccup is not believed."""
-SETTLED_GAIN: Final = 0.125
-"""Weight of an observation once several have been seen; the n-th before that has 1/n."""
-
-
-class Arm(Enum):
-    """The ways of a hit, the simplest first."""
-
-    CHUNK_MAJOR = "chunk_major"
-    """Parked, loaded as whole objects, released when all has landed."""
-    EARLY = "early"
-    """Parked, loaded slice by slice, released while the rest is on the wire."""
-    SYNC = "sync"
-    """In the next step at once; each layer waits for its slice."""
-    OFF = "off"
-    """Not loaded: computed again."""
-
-
-@dataclass(frozen=True, slots=True)
-class WeighedRelease:
-    """Released at the poll from which waiting for another would cost more than the stall.
-
-    Released s ns too early, the next step stands still for s, which costs others `hurt * s`; released a poll later, the
-    request starts `step_ns - s` too late. With nobody to hurt, a stall is only the request's own waiting, so it is
-    released with its first layer.
-    """
-
-    needs_forecast: ClassVar[bool] = True
-    weighs_steps: ClassVar[bool] = True
-
-    def layers_needed(self, num_layers: int) -> int:
-        """One; the rest is a matter of time."""
-        return 1
-
-    def release_ns(self, view: ReleaseView) -> int:
-        """The stall-free instant less the stall worth taking, but not before the first layer lands."""
-        others, readers, busy_ns = view.stall or StallPrice(view.victims, 0, 0)
-        if others == readers == 0:
-            return view.arrival_ns[0]
-        worth_ns = view.step_ns / (1 + others)
-        if worth_ns > busy_ns or others == 0:
-            worth_ns = (view.step_ns + readers * busy_ns) / (1 + others + readers)
-            if others == 0:
-                worth_ns = max(worth_ns, busy_ns)
-        return JustInTime(int(worth_ns)).release_ns(view)
-
-    def __str__(self) -> str:
-        return "weighed"
-
-
-@dataclass(frozen=True, slots=True)
-class Correction:
-    """What was observed of the device, as factors on the profile's times; 2 for twice as slow.
-
-    Attributes:
-        wire: on the time of bytes on the link.
-        steps: on the computing time of steps.
-        wire_seen, steps_seen: observations behind each.
-
-    Raises:
-        ValueError: a factor outside 1/32 .. 32, or a negative count.
-
-    >>> Correction().after_load(1_000, 2_000).wire
-    2.0
-    """
-
-    wire: float = 1.0
-    steps: float = 1.0
-    wire_seen: int = 0
-    steps_seen: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("wire", "steps"):
-            if not 1 / CORRECTION_RANGE <= getattr(self, name) <= CORRECTION_RANGE:
-                raise ValueError(f"{name} must be between 1/32 and 32, got {getattr(self, name)}")
-        if min(self.wire_seen, self.steps_seen) < 0:
-            raise ValueError(f"observations must be at least 0, got {self.wire_seen} and {self.steps_seen}")
-
-    def after_load(self, profile_ns: int, measured_ns: int) -> Correction:
-        """With one more load, for which the profile alone says `profile_ns`; ignored if a time is below 1."""
-        if min(profile_ns, measured_ns) < 1:
-            return self
-        wire = _moved(self.wire, measured_ns / profile_ns, self.wire_seen)
-        return replace(self, wire=wire, wire_seen=self.wire_seen + 1)
-
-    def after_steps(self, profile_ns: int, measured_ns: int) -> Correction:
-        """With one more step, or several together, as `after_load`."""
-        if min(profile_ns, measured_ns) < 1:
-            return self
-        steps = _moved(self.steps, measured_ns / profile_ns, self.steps_seen)
-        return replace(self, steps=steps, steps_seen=self.steps_seen + 1)
-
-
-def _moved(factor: float, observed: float, seen: int) -> float:
-    """The factor a share of the way to the observed one, in proportions: never beyond it (AUTO-3)."""
-    bounded = min(max(observed / factor, 1 / LARGEST_JUMP), LARGEST_JUMP)
-    gain = max(SETTLED_GAIN, 1 / (seen + 1))
-    return min(max(factor * bounded**gain, 1 / CORRECTION_RANGE), CORRECTION_RANGE)
-
-
-class WaitingLoad(NamedTuple):
-    """A request that waits for its load.
-
-    Attributes:
-        landed_ns: until its last layer lands, from now; at most 0 if it has.
-        compute_ns: its prefill.
-    """
-
-    landed_ns: int
-    compute_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class AutoView:
-    """What is known when a request asks. Times are from now.
-
-    Attributes:
-        load_tokens: the hit, as far as the engine does not hold it already.
-        cached_tokens: context of the new tokens if the hit is loaded: `load_tokens` and what the engine holds.
-        new_tokens: prompt tokens behind the hit.
-        link_wait_ns: until the link would begin this load.
-        engine_wait_ns: until the next step can form.
-        queued_ns: computing that goes before anything released from now on: prefills ready or cut.
-        waiting: loads that are under way and whose requests are not released, in the order of the link.
-        decoding: requests that decode.
-        bystanders: those of them whose own hit was not loaded.
-        step_ns: length of a step in which only they do.
-        idle: whether the engine computes nothing, so that it looks every idle poll.
-    """
-
-    load_tokens: int
-    cached_tokens: int
-    new_tokens: int
-    link_wait_ns: int = 0
-    engine_wait_ns: int = 0
-    queued_ns: int = 0
-    waiting: tuple[WaitingLoad, ...] = ()
-    decoding: int = 0
-    bystanders: int = 0
-    step_ns: int = 0
-    idle: bool = True
-
-
-class Prediction(NamedTuple):
-    """What one arm would bring: the request's own time to first token, and that with what it costs others."""
-
-    arm: Arm
-    width: int | tuple[int, ...]
-    ttft_ns: int
-    cost_ns: int
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """The arm for one request.
-
-    Attributes:
-        chosen: what is done.
-        predictions: of every arm the engine can do.
-        release: when the request may run; means nothing for `SYNC` and `OFF`.
-        compute_ns: the prefill's first step, over the loaded hit; what release decisions compare with.
-        prefill_ns: all of its steps.
-        load_ns: on the link, 0 if nothing is loaded.
-    """
-
-    chosen: Prediction
-    predictions: tuple[Prediction, ...]
-    release: ReleasePolicy
-    compute_ns: int
-    prefill_ns: int
-    load_ns: int
-
-    @property
-    def arm(self) -> Arm:
-        """The chosen arm."""
-        return self.chosen.arm
-
-    @property
-    def loads(self) -> bool:
-        """Whether anything is loaded."""
-        return self.chosen.arm is not Arm.OFF
-
-    @property
-    def regret(self) -> float:
-        """By how much the request's own first token is later than with the arm best for it alone; 0.1 for a tenth.
-
-        Above 0 where another's delay, or a tie, decided otherwise.
-        """
-        return self.chosen.ttft_ns / max(1, min(one.ttft_ns for one in self.predictions)) - 1
-
-    @property
-    def regret_ns(self) -> int:
-        """The same in ns."""
-        return self.chosen.ttft_ns - min(one.ttft_ns for one in self.predictions)
-
-    def reason(self) -> str:
-        """The decision in one line, for a log."""
-        told = ", ".join(
-            f"{one.arm.value} {one.ttft_ns / 1e6:.1f}"
-            + (f" (+{(one.cost_ns - one.ttft_ns) / 1e6:.1f} for others)" if one.cost_ns > one.ttft_ns else "")
-            for one in self.predictions
-        )
-        how = "" if self.arm in (Arm.OFF, Arm.CHUNK_MAJOR) else f", {_width_text(self.chosen.width)} layers a slice"
-        return f"{self.arm.value}{how}; time to first token, ms: {told}; regret {self.regret:.1%}"
-
-
-@dataclass(frozen=True, slots=True)
-class Abilities:
-    """What the engine can do with a hit; chunk-major and off it always can.
-
-    Attributes:
-        early: release before all has landed.
-        sync: take the request into the next step.
-        least_width: narrowest slices that copy near the rate of the wire.
-    """
-
-    early: bool = True
-    sync: bool = True
-    least_width: int = 1
 
 
 class AutoPolicy:
@@ -338,7 +116,7 @@ class AutoPolicy:
         """What a stall costs others."""
         return StallPrice(self._bystander_weight * bystanders + prefills, self._tpot_weight * readers, busy_ns)
 
-    def choose(self, view: AutoView, correction: Correction, can: Abilities = Abilities()) -> Decision:
+    def choose(self, view: AutoView, correction: Correction, can: Abilities) -> Decision:
         """The arm whose cost is least (AUTO-1).
 
         Args:
@@ -501,7 +279,3 @@ def _schedules(num_layers: int) -> tuple[tuple[int | tuple[int, ...], tuple[int,
     if len(rising) > 2:
         found.append((tuple(rising), tuple(rising)))
     return tuple(found)
-
-
-def _width_text(width: int | tuple[int, ...]) -> str:
-    return str(width) if isinstance(width, int) else ",".join(map(str, width))

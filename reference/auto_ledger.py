@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lamella.reference.auto import WaitingLoad
+from lamella.reference.auto_view import WaitingLoad
 
 
 @dataclass(slots=True)

@@ -172,11 +172,45 @@ class JustInTime:
         return f"jit:{whole}{part}ms" if self.patience_ns else "jit"
 
 
-_FORMS: Final = "whole, first, first:K (layers), jit, jit:Nms (stall tolerated), jit:step"
+@dataclass(frozen=True, slots=True)
+class WeighedRelease:
+    """Released at the poll from which waiting for another would cost more than the stall.
+
+    Released s ns too early, the next step stands still for s, which costs others `hurt * s`; released a poll later, the
+    request starts `step_ns - s` too late. With nobody to hurt, a stall is only the request's own waiting, so it is
+    released with its first layer.
+    """
+
+    needs_forecast: ClassVar[bool] = True
+    weighs_steps: ClassVar[bool] = True
+
+    def layers_needed(self, num_layers: int) -> int:
+        """One; the rest is a matter of time."""
+        return 1
+
+    def release_ns(self, view: ReleaseView) -> int:
+        """The stall-free instant less the stall worth taking, but not before the first layer lands."""
+        others, readers, busy_ns = view.stall or StallPrice(view.victims, 0, 0)
+        if others == readers == 0:
+            return view.arrival_ns[0]
+        worth_ns = view.step_ns / (1 + others)
+        if worth_ns > busy_ns or others == 0:
+            worth_ns = (view.step_ns + readers * busy_ns) / (1 + others + readers)
+            if others == 0:
+                worth_ns = max(worth_ns, busy_ns)
+        return JustInTime(int(worth_ns)).release_ns(view)
+
+    def __str__(self) -> str:
+        return "weighed"
+
+
+_FORMS: Final = "whole, first, first:K (layers), jit, jit:Nms (stall tolerated), jit:step, weighed"
 
 
 def parse_release(text: str) -> ReleasePolicy:
-    """The release policy written as `whole`, `first`, `first:4`, `jit`, `jit:2ms` or `jit:step`; `str` writes it back.
+    """The release policy written as `whole`, `first`, `first:4`, `jit`, `jit:2ms`, `jit:step` or `weighed`.
+
+    `str` writes it back.
 
     Raises:
         ValueError: any other text, zero layers, or a negative tolerance.
@@ -192,6 +226,8 @@ def parse_release(text: str) -> ReleasePolicy:
         return JustInTime()
     if text == "jit:step":
         return JustInTime(None)
+    if text == "weighed":
+        return WeighedRelease()
     if match := re.fullmatch(r"first:([0-9]{1,4})", text):
         return First(int(match[1]))
     if match := re.fullmatch(r"jit:([0-9]{1,6}(?:\.[0-9]{1,6})?)ms", text):

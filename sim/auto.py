@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from lamella.reference.auto import Abilities, Arm, AutoPolicy, AutoView, Correction, Decision
+from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
+from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
+from lamella.reference.correction import Correction
 from lamella.reference.release import StallPrice
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load

@@ -1,14 +1,24 @@
 """Release policies: the instant from which a request may run (REL-3, REL-4)."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella.reference.release import First, JustInTime, ReleasePolicy, ReleaseView, Whole, parse_release
+from lamella.reference.release import (
+    First,
+    JustInTime,
+    ReleasePolicy,
+    ReleaseView,
+    StallPrice,
+    WeighedRelease,
+    Whole,
+    parse_release,
+)
 
-POLICIES = [Whole(), First(), First(2), JustInTime(), JustInTime(3), JustInTime(None)]
+POLICIES = [Whole(), First(), First(2), JustInTime(), JustInTime(3), JustInTime(None), WeighedRelease()]
 NS = st.integers(0, 1000)
 
 
@@ -21,6 +31,7 @@ def views(draw: st.DrawFn, num_layers: int = 4) -> ReleaseView:
         start_delay_ns=draw(NS),
         step_ns=draw(NS),
         victims=draw(st.integers(0, 8)),
+        stall=draw(st.none() | st.builds(StallPrice, st.floats(0, 20), st.floats(0, 20), NS)),
     )
 
 
@@ -63,6 +74,31 @@ def test_more_victims_make_the_weighed_release_later() -> None:
     assert releases == [48, 68, 83]
 
 
+def test_a_weighed_release_takes_no_heed_where_it_hurts_nobody() -> None:
+    view = ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, victims=3, stall=StallPrice(0, 0, 0))
+    assert WeighedRelease().release_ns(view) == 10
+
+
+def test_what_a_stall_costs_others_makes_a_weighed_release_later() -> None:
+    # The stall-free instant is 88. A stall of s costs others s * price and saves the request 40 - s.
+    prices = [StallPrice(1, 0, 0), StallPrice(3, 0, 0), StallPrice(1, 2, 0), StallPrice(0, 3, 0)]
+    views = [ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, stall=price) for price in prices]
+    assert [WeighedRelease().release_ns(view) for view in views] == [68, 78, 78, 78]
+
+
+def test_readers_lose_nothing_by_a_stall_in_which_the_link_is_busy_with_others() -> None:
+    busy = [0, 20, 60, 78]
+    views = [ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, stall=StallPrice(0, 3, one)) for one in busy]
+    assert [WeighedRelease().release_ns(view) for view in views] == [78, 63, 28, 10]
+
+
+@given(views(), NS)
+def test_a_dearer_stall_never_releases_earlier(view: ReleaseView, busy_ns: int) -> None:
+    prices = [StallPrice(others, readers, busy_ns) for others, readers in ((0, 1), (0, 2), (1, 2), (2, 5))]
+    releases = [WeighedRelease().release_ns(replace(view, stall=price)) for price in prices]
+    assert releases == sorted(releases)
+
+
 @given(views(), st.sampled_from(POLICIES))
 def test_nothing_is_released_before_its_first_layer_landed(view: ReleaseView, policy: ReleasePolicy) -> None:
     assert view.arrival_ns[0] <= policy.release_ns(view)
@@ -75,7 +111,7 @@ def test_a_layer_that_lands_earlier_never_releases_later(
     arrivals = tuple(
         max(0, arrival - earlier_by) if index <= layer else arrival for index, arrival in enumerate(view.arrival_ns)
     )
-    earlier = ReleaseView(view.now_ns, arrivals, view.layer_compute_ns, view.start_delay_ns, view.step_ns, view.victims)
+    earlier = replace(view, arrival_ns=arrivals)
     assert policy.release_ns(earlier) <= policy.release_ns(view)
 
 
@@ -102,7 +138,7 @@ def test_a_policy_that_needs_no_forecast_looks_only_at_the_layers_it_needs(
     assert policy.release_ns(view) == view.arrival_ns[needed - 1]
 
 
-@pytest.mark.parametrize("text", ["whole", "first", "first:4", "jit", "jit:2ms", "jit:0.25ms", "jit:step"])
+@pytest.mark.parametrize("text", ["whole", "first", "first:4", "jit", "jit:2ms", "jit:0.25ms", "jit:step", "weighed"])
 def test_a_policy_prints_as_it_is_written(text: str) -> None:
     assert str(parse_release(text)) == text
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lamella.reference.auto import Arm
+from lamella.reference.auto_view import Arm
 from with_vllm.live_engine import LiveEngine, prompt
 
 P = prompt(500)

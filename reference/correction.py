@@ -1,0 +1,67 @@
+"""What is observed of a device while it serves, as factors on the times of its profile.
+
+Contract AUTO-3: a correction moves towards what is observed, never beyond it, and stays within `CORRECTION_RANGE`. So
+it settles at a constant truth without swinging about it, whatever the profile said.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+CORRECTION_RANGE: Final = 32.0
+"""A device is taken to be at most so many times faster or slower than its profile."""
+LARGEST_JUMP: Final = 4.0
+"""One observation counts for at most this factor, so that a hiccup is not believed."""
+SETTLED_GAIN: Final = 0.125
+"""Weight of an observation once several have been seen; the n-th before that has 1/n."""
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """What was observed of the device, as factors on the profile's times; 2 for twice as slow.
+
+    Attributes:
+        wire: on the time of bytes on the link.
+        steps: on the computing time of steps.
+        wire_seen, steps_seen: observations behind each.
+
+    Raises:
+        ValueError: a factor outside 1/32 .. 32, or a negative count.
+
+    >>> Correction().after_load(1_000, 2_000).wire
+    2.0
+    """
+
+    wire: float = 1.0
+    steps: float = 1.0
+    wire_seen: int = 0
+    steps_seen: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("wire", "steps"):
+            if not 1 / CORRECTION_RANGE <= getattr(self, name) <= CORRECTION_RANGE:
+                raise ValueError(f"{name} must be between 1/32 and 32, got {getattr(self, name)}")
+        if min(self.wire_seen, self.steps_seen) < 0:
+            raise ValueError(f"observations must be at least 0, got {self.wire_seen} and {self.steps_seen}")
+
+    def after_load(self, profile_ns: int, measured_ns: int) -> Correction:
+        """With one more load, for which the profile alone says `profile_ns`; ignored if a time is below 1."""
+        if min(profile_ns, measured_ns) < 1:
+            return self
+        wire = _moved(self.wire, measured_ns / profile_ns, self.wire_seen)
+        return replace(self, wire=wire, wire_seen=self.wire_seen + 1)
+
+    def after_steps(self, profile_ns: int, measured_ns: int) -> Correction:
+        """With one more step, or several together, as `after_load`."""
+        if min(profile_ns, measured_ns) < 1:
+            return self
+        steps = _moved(self.steps, measured_ns / profile_ns, self.steps_seen)
+        return replace(self, steps=steps, steps_seen=self.steps_seen + 1)
+
+
+def _moved(factor: float, observed: float, seen: int) -> float:
+    """The factor a share of the way to the observed one, in proportions: never beyond it (AUTO-3)."""
+    bounded = min(max(observed / factor, 1 / LARGEST_JUMP), LARGEST_JUMP)
+    gain = max(SETTLED_GAIN, 1 / (seen + 1))
+    return min(max(factor * bounded**gain, 1 / CORRECTION_RANGE), CORRECTION_RANGE)
