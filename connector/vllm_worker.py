@@ -135,7 +135,7 @@ class WorkerSide:
             rules,
             self.metrics,
             self._several_groups,
-            None if self._observations is None else self._observations.load_landed,
+            on_landed=None if self._observations is None else self._observations.load_landed,
         )
         tier: FileTier | None = None
         if settings.file_tier is not None:

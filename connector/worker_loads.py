@@ -1,10 +1,10 @@
 """Loads on one rank: begun, released, waited for layer by layer, failed by block, ended.
 
-    order ──► submitted (own thread) ──► slices land ──released by policy──► gated: every layer of every step waits
+    order ──► submitted ──► slices land ──released by policy──► gated: every layer of every step waits
                                               └──all landed──► ended
     a wait's bound, a failed copy, a passed-over hook ──► failed: its blocks are bad until they are computed anew
 
-Everything here runs on the model runner's thread but the submission. No wait is without a bound (SAFE-5).
+Everything here runs on the model runner's thread. No wait is without a bound (SAFE-5).
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, field
 from typing import Final
 
+from lamella.connector.at_once import AtOnce
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.safety_rules import SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
@@ -72,7 +73,7 @@ class WorkerLoads:
     """See the module.
 
     Args:
-        submit: hands an order to the transfer engine; called on a thread of its own.
+        submit: hands an order to the transfer engine; called by `executor`.
         num_layers: of this stage.
         release: when a request may run; whole once the hook was passed over.
         block_tokens: of the first KV cache group.
@@ -82,7 +83,7 @@ class WorkerLoads:
         rules: all of them, outside tests.
         metrics: counts and times.
         several_groups: the engine cannot report blocks: errors are reported by request, before release.
-        executor: begins loads; by default a thread of its own.
+        executor: begins loads; by default the caller's thread does.
         on_landed: called with (slices, bytes, start, landing) of each load that has landed; None if nobody asks.
     """
 
@@ -112,7 +113,7 @@ class WorkerLoads:
         self._metrics = metrics
         self._several_groups = several_groups
         self._on_landed = on_landed
-        self._thread = executor or ThreadPoolExecutor(1, thread_name_prefix="lamella-submit")
+        self._executor = executor or AtOnce()
         self._loads: dict[int, Load] = {}
         self.gated: list[Load] = []
         self.bad_blocks: set[int] = set()
@@ -147,7 +148,7 @@ class WorkerLoads:
         """The load is on its way; steps wait for it once it was released and the next of them has begun."""
         job = self._submit(order)
         blocks = frozenset(order.blocks[0][order.skip_tokens // self._block_tokens :]) - {0}
-        load = Load(order, self._thread.submit(job), now_ns, blocks, released=order.joins_step)
+        load = Load(order, self._executor.submit(job), now_ns, blocks, released=order.joins_step)
         load.reported = order.joins_step
         self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
         self._loads[order.number] = load
@@ -284,7 +285,7 @@ class WorkerLoads:
 
     def close(self) -> None:
         """Nothing more is submitted."""
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._executor.shutdown(wait=True, cancel_futures=True)
 
     def find(self, number: int) -> Load | None:
         """The load; None once its end was polled."""

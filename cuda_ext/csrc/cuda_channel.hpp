@@ -1,4 +1,8 @@
-// A lane's two streams on a CUDA device: one for copy engines, one for kernels, both of high priority.
+// A lane's two streams on a CUDA device: one for copy engines, one for kernels.
+//
+// Kernels have high priority: they are short, and what waits for them waits for a whole slice. Copies have the default
+// priority: a copy engine serves the highest one that has work, so that a lane that always has some would keep the
+// inference engine's own small copies, and with them its whole step, back until the last slice.
 //
 //   retrieve   copy stream: object -> slot, event ─► kernel stream: slot -> blocks, count, mark
 //   store      kernel stream: blocks -> slot, event ─► copy stream: slot -> object, count, mark
@@ -39,7 +43,7 @@ class CudaChannel final : public Channel {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
+    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, least));
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
   }
