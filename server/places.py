@@ -32,6 +32,8 @@ from lamella.server.settings import ServerSettings
 _log = logging.getLogger(__name__)
 _BREAKER_FAILURES: Final = 3
 _BREAKER_RETRY_NS: Final = 30_000_000_000
+_CLOSE_S: Final = 0.1
+"""For what a flush has waited for already."""
 
 
 class Place:
@@ -84,7 +86,7 @@ class Place:
                 timeout_s=settings.tier_timeout_s,
                 max_pending_put_bytes=settings.max_pending_put_bytes,
             )
-            opened.callback(self.storage.close, settings.drain_s)
+            opened.callback(self.storage.close, _CLOSE_S)
             self.fetching = Fetching(self.storage, tiers, settings.io_threads)
             opened.callback(self.fetching.close)
             self._opened = opened.pop_all()
@@ -205,10 +207,13 @@ class Places:
         return tuple(future.result() for future in futures if _is_made(future))
 
     def close(self) -> None:
-        """Every place is closed; nothing is held any more."""
+        """Every place is closed. One of which a tier still reads is said, and goes with the process."""
         self._opening.shutdown(wait=True, cancel_futures=True)
         for place in self.all():
-            place.close()
+            try:
+                place.close()
+            except (TimeoutError, RuntimeError) as busy:
+                _log.error("%s is not closed: %s", place.label, busy)
 
 
 def _is_made(future: Future[Place]) -> bool:

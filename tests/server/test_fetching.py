@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
+from lamella.connector.storage.file_tier import FileTier
 from lamella.cuda_ext.pool import HostPool
 from lamella.server.frames import RefusedError
 from lamella.server.protocol import Found
@@ -154,3 +156,19 @@ def test_a_tier_that_cannot_be_opened_refuses_the_registration_with_its_reason(t
             bench.rank()
         assert refused.value.code is Code.REFUSED
         assert bench.pools == []
+
+
+def test_a_tier_that_does_not_end_does_not_hold_up_the_server_s_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    goes_on = threading.Event()
+    monkeypatch.setattr(FileTier, "put", lambda self, key, data: goes_on.wait(20) and None)
+    bench = Bench(tmp_path, tiers=(str(tmp_path / "tier"),))
+    bench.rank().store(keys_of(1))
+    (pool,) = bench.pools
+    bench.service.close(0.2)
+    assert "reads and puts of tiers have not ended within 0.2 s" in caplog.text
+    assert "is not closed" in caplog.text
+    goes_on.set()
+    bench.service.places.all()[0].flush(20)
+    pool.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -387,3 +388,60 @@ def test_several_requests_are_under_way_on_one_connection(server: ServerProcess)
         late = connection.request(Stats())
         connection.forget(late)
         assert connection.call(Stats(), StatsReport).draining is False, "an answer that nobody waits for is dropped"
+
+
+def _can_unshare() -> bool:
+    return subprocess.run(["unshare", "-m", "-p", "-i", "-f", "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.known_fault(89)
+@pytest.mark.skipif(
+    not shutil.which("unshare") or not _can_unshare(), reason="this user may make no namespaces of processes and IPC"
+)
+def test_a_client_with_processes_and_ipc_of_its_own_needs_the_folder_and_the_memory_and_no_more(
+    server: ServerProcess,
+) -> None:
+    """As in a container without hostIPC and hostPID: neither side asks for the other's pid or for anything of IPC."""
+    body = """
+        import os
+        from lamella.cuda_ext.registration import NoRegistrar
+        from lamella.cuda_ext.slots import SlotMemory
+        memory = SlotMemory.attach(session.epoch.shared, NoRegistrar())
+        stored = session.allocate(keys_of(1))
+        with memory.buffer(stored.places[0].slots[0]) as view:
+            view[:] = bytes([7]) * len(view)
+        session.commit(stored.lease, 0)
+        session.retrieve(session.lookup(keys_of(1)).lease, 0)
+        print("pid", os.getpid(), flush=True)
+        time.sleep(60)
+        """
+    client = subprocess.Popen(
+        [
+            "unshare",
+            "-m",
+            "-p",
+            "-i",
+            "-f",
+            "--kill-child",
+            sys.executable,
+            "-c",
+            client_code(body),
+            str(server.folder),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert client.stdout is not None
+    try:
+        assert client.stdout.readline() == "pid 1\n", "the first process of its own namespace"
+        ours = connect(server, registration("outside"))
+        memory = SlotMemory.attach(ours.epoch.shared or pytest.fail("no memory"), NoRegistrar())
+        found = ours.lookup(keys_of(1))
+        with memory.buffer(found.slots[0][0]) as view:
+            assert view == bytes([7]) * OBJECT
+        memory.close()
+        ours.close()
+        assert slots(server, "pinned") == 1
+    finally:
+        end(client)
+    wait_until(lambda: slots(server, "pinned") == 0, "what it held is free, whatever its pid was")
