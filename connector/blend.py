@@ -22,6 +22,8 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+
 from lamella.connector.blend_layers import BlendError, BlendLayers, connector_of
 from lamella.connector.blend_plan import BlendPlan, RecomputeRatio, Reuse
 from lamella.connector.blend_rotation import Rotation
@@ -253,11 +255,14 @@ class Blender:
     # ---- whether what is cached is this model's
 
     def _sample(self, plan: BlendPlan) -> torch.Tensor | None:
-        """Positions of some reused tokens, evenly spread."""
-        reused = torch.from_numpy(plan.reused).nonzero().flatten()
+        """Positions of some reused tokens: evenly spread, and the first of every part."""
+        reused = np.flatnonzero(plan.reused)
         if not len(reused):
             return None
-        return reused[:: max(1, len(reused) // _SAMPLED_TOKENS)].to(self._device)
+        begins = np.ones(len(reused), dtype=np.bool_)
+        begins[1:] = (np.diff(reused) > 1) | (np.diff(plan.moved[reused]) != 0)
+        begins[:: max(1, len(reused) // _SAMPLED_TOKENS)] = True
+        return torch.from_numpy(reused[begins]).to(self._device)
 
     def _deviation(self, ids: torch.Tensor, positions: torch.Tensor, kv: LayerKV) -> torch.Tensor:
         """How far cached keys are from those that layer 0 gives, relative to these: the worst token's."""

@@ -169,6 +169,16 @@ def test_other_models_blend_too(model: dict[str, Any]) -> None:
             assert kv_apart(run, blocks, layers, len(tokens)) < NEAR
 
 
+def test_a_part_may_end_inside_a_block_at_the_very_end_of_the_buffers() -> None:
+    tokens = [*random_tokens(11, 26), *ONE[:22]]
+    with BlendingEngine(max_tokens=len(tokens)) as run:
+        run.store(ONE)
+        for start in range(27):  # wherever its blocks begin
+            moved = [*tokens[26 - start : 26], *ONE[:22], *tokens[: 26 - start]]
+            _, logits, _ = blend(run, moved, [Reuse(ONE, start, end=22)], ratio=1.0)
+            assert apart(logits[-1], run.oracle.prefill(moved)[0][-1]) < NEAR
+
+
 # ---- between
 
 RATIOS = (0.0, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)
@@ -262,6 +272,20 @@ def test_another_models_kv_is_refused() -> None:
         run.store(ONE)
         run.store(TWO)
         run.model = other.model
+        with pytest.raises(ValueError, match="another model"):
+            blend(run, tokens, reuses)
+
+
+def test_one_foreign_part_among_others_is_refused_however_few_tokens_are_sampled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("lamella.connector.blend._SAMPLED_TOKENS", 1)
+    tokens, reuses = CASES["a gap before, between and behind"]
+    with BlendingEngine(0) as run, BlendingEngine(1) as other:
+        run.store(ONE)
+        own, run.model = run.model, other.model
+        run.store(TWO)
+        run.model = own
         with pytest.raises(ValueError, match="another model"):
             blend(run, tokens, reuses)
 
