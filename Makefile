@@ -49,7 +49,7 @@ test-vllm: prepare
 dev:
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
 	@$(DEV)/bin/pip install -qq --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
-	@$(DEV)/bin/pip install -qq --no-build-isolation -e ".[dev,plot,redis,s3,server]"
+	@$(DEV)/bin/pip install -qq --no-build-isolation -e ".[dev,plot,parquet,redis,s3,server]"
 	@echo "== $(DEV) is ready; after changing native code run: make native"
 
 native:

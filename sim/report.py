@@ -31,7 +31,7 @@ Document = dict[str, Any]
 def profile_lines(device: Device) -> list[str]:
     """What the reader must know of the profile: its name, what it covers, what of it was derived or extrapolated."""
     profile = device.profile
-    lines = [f"profile {profile.name}, measured {profile.sources[0].measured}; it covers {profile.regimes()}"]
+    lines = [f"profile {profile.name}, measured {profile.sources[0].measured}: {profile.regimes()}"]
     lines += derivations(profile)
     lines.append(
         "outside what was measured it goes on in straight lines, as --extrapolate asked"

@@ -39,7 +39,8 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
         rate = round(float(found[1]) * 1e9)
         if not LEAST_RATE <= rate <= MOST_RATE:
             raise ValueError(f"a link carries between 0.1 and 10,000 GB/s, got {link!r}")
-        how = f"a rate of {float(found[1]):g} GB/s to the device, as given"
+        name = f"{float(found[1]):g} GB/s to the device"
+        how = f"{name}, as given"
         factor = rate / profile.wire.h2d_bytes_per_s
     else:
         asked = re.fullmatch(r"(pcie\d)(?:x(1|2|4|8|16))?", text)
@@ -55,9 +56,10 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
             )
         lanes = int(asked[2] or 16)
         factor = PCIE_RATE[asked[1]] * lanes / (PCIE_RATE[f"pcie{measured[1]}"] * int(measured[2]))
-        how = f"{asked[1].replace('pcie', 'PCIe ')} x{lanes} by signalling rate, {factor:g} × the measured link"
         if factor == 1:
             return profile
+        name = f"{asked[1].replace('pcie', 'PCIe ')} x{lanes}"
+        how = f"{name} by signalling rate, {factor:g} × the measured link"
     wire = profile.wire
     scaled = (round(rate * factor) for rate in (wire.h2d_bytes_per_s, wire.d2h_bytes_per_s, wire.both_bytes_per_s))
     copies = tuple(
@@ -67,6 +69,7 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
     return replace(
         _derived(
             profile,
+            name,
             f"link: {how}; step times stay the measured GPU's",
             text.replace("/s", "ps").replace(" ", ""),
             "wire rates, copies",
@@ -90,7 +93,7 @@ def with_compute(profile: DeviceProfile, speed: float) -> DeviceProfile:
     note = f"compute: every step time divided by {speed:g}"
     step_ns = tuple(tuple(round(ns / speed) for ns in row) for row in prefill.step_ns)
     return replace(
-        _derived(profile, note, f"compute-{speed:g}x", "prefill, decode"),
+        _derived(profile, f"computing {speed:g} × as fast", note, f"compute-{speed:g}x", "prefill, decode"),
         prefill=PrefillTable(prefill.cached_tokens, prefill.new_tokens, step_ns),
         decode={graphs: _divided(table, speed) for graphs, table in profile.decode.items()},
     )
@@ -101,12 +104,12 @@ def _divided(table: DecodeTable, speed: float) -> DecodeTable:
     return DecodeTable(table.batch, table.context_tokens, step_ns)
 
 
-def _derived(profile: DeviceProfile, note: str, suffix: str, covers: str) -> DeviceProfile:
+def _derived(profile: DeviceProfile, what: str, note: str, suffix: str, covers: str) -> DeviceProfile:
     source = Source(covers, "not measured", "lamella.sim.what_if", f"derived from {profile.name}", note)
     return replace(
         profile,
         name=f"{profile.name}+{suffix}",
-        device=f"{profile.device} (derived, {note})",
+        device=f"{profile.device} (derived: {what})",
         sources=(*profile.sources, source),
     )
 

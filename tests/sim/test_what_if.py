@@ -60,7 +60,7 @@ def test_a_faster_gpu_divides_every_step(profile: DeviceProfile) -> None:
 def test_what_is_derived_says_so_in_its_name_its_device_and_its_sources(profile: DeviceProfile) -> None:
     derived = with_compute(with_link(profile, "pcie4"), 0.5)
     assert derived.name == "h200-llama-3.1-8b+pcie4+compute-0.5x"
-    assert "derived, link: PCIe 4 x16" in derived.device
+    assert derived.device == "one NVIDIA H200, PCIe 5 x16 (derived: PCIe 4 x16) (derived: computing 0.5 × as fast)"
     assert [source.measured for source in derived.sources[-2:]] == ["not measured"] * 2
     first, second = derivations(derived)
     assert "step times stay the measured GPU's" in first
