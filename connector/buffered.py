@@ -319,7 +319,7 @@ class BufferedConnector(LayerwiseConnector):
             one.computed.append(self.current_stream.record())
 
     def _scatter(self, one: BufferedPass, *, through: int = -1) -> None:
-        """Layers whose recompute has ended go from their buffers to the blocks; as far as `through` it is waited for."""
+        """Layers whose recompute has ended go from their buffers to the blocks; up to `through` it is waited for."""
         for layer in range(len(one.scattered), len(one.computed)):
             moment = one.computed[layer]
             bound = Bound(self.timeout_s)
