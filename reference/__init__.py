@@ -24,7 +24,8 @@ TIME-3  Without a request, no other's landing is later under FIFO.
 REC-1   A recorded request's instants never go back: arrival, admission, submission, ready, release, start, first token,
         end.
 REC-2   Its slices hold every layer once and in order, and none lands before submission.
-REC-3   Recorded steps do not overlap; a stall lies inside its step, and who caused it is in the recording.
+REC-3   Recorded steps do not overlap; a stall lies inside its step, and who caused it is in the recording or
+        said to be left out.
 REC-4   A request is in the step with which it starts, and in the one that gives its first token.
 REC-5   What occupies a station belongs to a request of the recording.
 SAFE-2  What a former owner of a slot or an id still records releases nothing of the present one.

@@ -173,7 +173,8 @@ def _step_events(step: StepSpan, requests: Mapping[int, RequestSpan]) -> Iterato
     yield _span(name, "lamella.step", ENGINE, 1, step.start_ns, step.end_ns, args)
     for stall in step.stalls:
         # A stall ends when the layer that it waited for lands.
-        landed = requests[stall.culprit].landed_ns(stall.layer) or step.end_ns
+        culprit = requests.get(stall.culprit)
+        landed = (culprit.landed_ns(stall.layer) if culprit is not None else None) or step.end_ns
         begin, end = max(step.start_ns, landed - stall.stall_ns), min(landed, step.end_ns)
         if begin < end:
             name = f"stall: layer {stall.layer} of request {stall.culprit}"

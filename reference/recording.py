@@ -16,6 +16,8 @@ from typing import Final, NamedTuple
 
 from lamella.reference.timeline import Chunk
 
+LEFT_OUT: Final = -1
+"""In place of the number of a request that the recording does not hold."""
 STATIONS: Final = ("tier", "h2d", "scatter", "d2h")
 
 
@@ -57,7 +59,10 @@ class Occupation(NamedTuple):
 
 
 class LayerStall(NamedTuple):
-    """A step stood for `stall_ns` at this layer of the model, until the layer of request `culprit` had landed."""
+    """A step stood for `stall_ns` at this layer of the model, until the layer of request `culprit` had landed.
+
+    The culprit is `LEFT_OUT` if the request is not in the recording, because its load failed and it had no first token.
+    """
 
     layer: int
     stall_ns: int
@@ -228,7 +233,8 @@ def _check_step(step: StepSpan, num_layers: int, requests: Mapping[int, RequestS
     stood = 0
     for stall in step.stalls:
         stood += stall.stall_ns
-        if stall.culprit not in requests or not 0 <= stall.layer < num_layers or stall.stall_ns < 1:
+        known = stall.culprit == LEFT_OUT or stall.culprit in requests
+        if not known or not 0 <= stall.layer < num_layers or stall.stall_ns < 1:
             raise ValueError(f"REC-3: impossible stall {stall} in the step at {step.start_ns} ns")
     if stood > step.end_ns - step.start_ns:
         raise ValueError(f"REC-3: the step at {step.start_ns} ns stands for {stood} ns, longer than it runs")

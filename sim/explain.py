@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lamella.reference.recording import LayerStall, Recording, RequestSpan, StepSpan
+from lamella.reference.recording import LEFT_OUT, LayerStall, Recording, RequestSpan, StepSpan
 
 Interval = tuple[int, int]
 
@@ -154,6 +154,8 @@ def _stall_intervals(recording: Recording, steps: Sequence[StepSpan]) -> list[In
     intervals: list[Interval] = []
     for step in steps:
         for stall in step.stalls:
+            if stall.culprit == LEFT_OUT:
+                continue
             landed = recording.request(stall.culprit).landed_ns(stall.layer)
             if landed is not None:
                 intervals.append((max(step.start_ns, landed - stall.stall_ns), min(landed, step.end_ns)))
@@ -207,7 +209,11 @@ def _stall_lines(explanation: Explanation) -> list[tuple[str, int]]:
     lines = []
     for run in runs:
         layers = f"layer {run[0].layer}" if len(run) == 1 else f"layers {run[0].layer} .. {run[-1].layer}"
-        whose = ", its own" if run[0].culprit == explanation.request else f" of request {run[0].culprit}"
+        whose = f" of request {run[0].culprit}"
+        if run[0].culprit == explanation.request:
+            whose = ", its own"
+        elif run[0].culprit == LEFT_OUT:
+            whose = " of a request whose load failed"
         lines.append((layers + whose, sum(stall.stall_ns for stall in run)))
     return lines
 

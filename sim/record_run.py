@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lamella.reference.recording import (
+    LEFT_OUT,
     Landing,
     LayerStall,
     Occupation,
@@ -83,9 +84,9 @@ def _request(record: RequestRecord, landed: dict[tuple[int, int], int]) -> Reque
 
 def _step(step: StepRecord, done: set[int]) -> StepSpan:
     stalls = tuple(
-        LayerStall(layer, stall_ns, culprit)
+        LayerStall(layer, stall_ns, culprit if culprit in done else LEFT_OUT)
         for layer, (stall_ns, culprit) in enumerate(zip(step.layer_stall_ns, step.culprits, strict=True))
-        if stall_ns and culprit in done and culprit is not None
+        if stall_ns and culprit is not None
     )
     chunks = tuple(chunk for chunk in step.chunks if chunk.request in done)
     return StepSpan(step.polled_ns, step.start_ns, step.end_ns, chunks, stalls, step.decode_batch, step.num_steps)
