@@ -3,7 +3,7 @@
 # make dev         an editable environment in .venv, for working on Lamella
 # make native      rebuild the native libraries of the editable environment
 # make lint        ruff and mypy --strict
-# make test-vllm   the connector inside a real vLLM engine, its CPU build (Python 3.11, 1.9 GB)
+# make test-vllm   the connector inside a real vLLM engine, its CPU build (Python 3.11, 1.9 GB): the rest of what CI runs
 # make test-slow   the slow tests as well, with the nightly Hypothesis profile
 #
 # demo, test and lint use .venv-wheel, which holds the built wheel and never your editable install.
@@ -12,6 +12,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 ENV := .venv-wheel
 DEV := .venv
+AHEAD := $(addprefix tests/with_vllm/test_,windows.py safety.py exactness.py)
 .DEFAULT_GOAL := help
 .PHONY: help prepare demo test test-slow test-vllm lint dev native clean
 
@@ -44,7 +45,10 @@ test-slow: lint
 
 test-vllm: prepare
 	@.ci/prepare-vllm .venv-vllm-wheel
+	@echo "== pytest inside real vLLM, one step after another"
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio tests/with_vllm
+	@echo "== pytest inside real vLLM, steps scheduled ahead"
+	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu $(AHEAD)
 
 dev:
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
