@@ -1,0 +1,75 @@
+"""`lamella validate RESULTS`: the model's predictions beside recorded runs of the engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
+from lamella.cli._refusal import check_writable, refuse_bad_input
+
+
+def register(app: typer.Typer) -> None:
+    """Adds the verb."""
+    app.command()(validate)
+
+
+def validate(
+    results: Annotated[
+        list[Path],
+        typer.Argument(help="Recorded runs, JSON lines of benchmarks/vllm_concurrency.py; several of one engine."),
+    ],
+    split: Annotated[
+        Path, typer.Option(help='JSON with two lists of cells: {"calibrate": [...], "test": [...]}.')
+    ] = Path("benchmarks/results/validation-split.json"),
+    profile: ProfileOption = DEFAULT_PROFILE,
+    overheads: Annotated[
+        Path | None, typer.Option(help="Overheads as JSON, ns by name. Left out: fitted on the calibrated cells.")
+    ] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write everything there.")] = None,
+) -> None:
+    """Replays recorded runs in the model: error by cell and percentile, the side of zero, the regret of its advice.
+
+    An error stands beside the spread of the recording's own repeats. Overheads of the host are fitted on one list of
+    cells; what counts are the cells of the other.
+    """
+    from lamella.reference.records import read_record
+    from lamella.sim.overheads import Overheads
+    from lamella.sim.recorded import read_recorded
+    from lamella.sim.validate import Split
+    from lamella.sim.validate import validate as validate_run
+
+    with refuse_bad_input():
+        device = open_device(profile, None, extrapolate=False)
+        lines = [line for path in results for line in _text(path).splitlines()]
+        run = read_recorded(lines, ", ".join(map(str, results)))
+        cells = Split.parse(_text(split))
+        given = None
+        if overheads is not None:
+            try:
+                given = read_record(Overheads, json.loads(_text(overheads)), str(overheads))
+            except (TypeError, RecursionError) as mistake:
+                raise ValueError(str(mistake)) from mistake
+        if json_path is not None:
+            check_writable(json_path)
+        found = validate_run(run, device, cells, given)
+    if json_path is not None:
+        json_path.write_text(json.dumps(found.document(), indent=1) + "\n", encoding="utf-8")
+    for line in found.lines():
+        typer.echo(line)
+
+
+def _text(path: Path) -> str:
+    """The file's text.
+
+    Raises:
+        ValueError: it is not text.
+        OSError: it cannot be read.
+    """
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not a text file: {error}") from error

@@ -1,0 +1,159 @@
+"""`lamella validate`: a run that the model itself made is predicted to the microsecond; one that it did not, is not."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from lamella.cli.main import build_app
+from lamella.sim.overheads import Overheads
+from lamella.sim.profiles import load_profile
+from lamella.sim.recorded import read_recorded
+from lamella.sim.recorded_arms import model_of, predict
+from lamella.sim.strategies import Device
+
+DEVICE = Device(load_profile())
+ARMS: dict[str, dict[str, Any] | None] = {
+    "chunk_bounded": {"layers_per_slice": 0},
+    "fifo_first": {"layers_per_slice": 1, "release": "first", "order": "fifo"},
+    "recompute": None,
+    "auto": {"layers_per_slice": "auto"},
+}
+CELLS = {"one": (1, 8_192, 512), "four": (4, 8_192, 512), "far": (2, 4_096, 256)}
+ENGINE = {"schema": 1, "kind": "engine", "vllm": "0.26.0", "engine": {"max_num_batched_tokens": 8192}}
+
+
+def row(cell: str, arm: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    concurrency, hit, new = CELLS[cell]
+    return {
+        "schema": 1,
+        "kind": "repeat",
+        "arm": arm,
+        "settings": ARMS[arm],
+        "cell": {
+            "name": cell,
+            "concurrency": concurrency,
+            "hit": hit,
+            "new": new,
+            "mix": [],
+            "output": 8,
+            "width": 1,
+            "bystanders": 0,
+            "rate_per_s": None,
+            "stores": False,
+        },
+        "requests": requests,
+    }
+
+
+def record(path: Path, slower: float = 1.0, arms: tuple[str, ...] = tuple(ARMS)) -> Path:
+    """A run in which every request took what the model says, or so many times as long; two repeats an arm."""
+    lines = [json.dumps(ENGINE)]
+    for cell in CELLS:
+        for arm in arms:
+            waiting = {"at_us": 0, "queued_us": 0, "token_us": [1] * 8}
+            draft = row(cell, arm, [waiting] * (4 * CELLS[cell][0]))
+            run = read_recorded([json.dumps(ENGINE), json.dumps(draft)], "a draft")
+            model = model_of(run.repeats[0])
+            if not isinstance(model, str):
+                for one in predict(run.repeats[0], model, run, DEVICE, Overheads()):
+                    ttft = one.first_token_ns - one.admitted_ns
+                    tokens = [round(slower * (ttft + step * one.tpot_ns) / 1000) for step in range(8)]
+                    draft["requests"][one.tag] = {"at_us": 0, "queued_us": 0, "token_us": tokens}
+            lines += [json.dumps(draft)] * 2
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.fixture
+def split(tmp_path: Path) -> Path:
+    path = tmp_path / "split.json"
+    path.write_text(json.dumps({"calibrate": ["one"], "test": ["four", "far"], "note": "made up"}))
+    return path
+
+
+@pytest.fixture
+def no_overheads(tmp_path: Path) -> Path:
+    path = tmp_path / "overheads.json"
+    path.write_text(json.dumps(dict.fromkeys(Overheads.names(), 0)))
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(build_app(), ["validate", *map(str, arguments)])
+
+
+def test_what_the_model_made_it_predicts(tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    out = tmp_path / "out.json"
+    made = record(tmp_path / "run.jsonl")
+    result = run(made, "--split", split, "--overheads", no_overheads, "--json", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads(out.read_text())
+    assert (found["schema_version"], found["kind"], found["overheads_fitted"]) == (1, "lamella.validate", False)
+    assert {arm["cell"] for arm in found["test"]["arms"]} == {"four", "far"}
+    for arm in found["test"]["arms"]:
+        assert abs(arm["error"]) < 1e-4
+        assert max(map(abs, arm["percentile_errors"].values())) < 1e-4
+    assert found["test"]["signs_right"] == found["test"]["signs_shown"] > 0
+    assert found["test"]["largest_regret"] == 0
+    assert any(
+        "Held out: error of the mean time to first token 0.0% in the median" in line
+        for line in result.stdout.splitlines()
+    )
+    assert "Left out: auto: chooses for each request (6 repeats)." in result.stdout
+
+
+def test_a_machine_that_is_a_quarter_slower_is_noticed(tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    out = tmp_path / "out.json"
+    slower = record(tmp_path / "run.jsonl", slower=1.25)
+    assert run(slower, "--split", split, "--overheads", no_overheads, "--json", out).exit_code == 0
+    found = json.loads(out.read_text())
+    assert found["test"]["median_error"] == pytest.approx(0.2, abs=0.001)
+    assert {arm["error"] < 0 for arm in found["test"]["arms"]} == {True}
+
+
+def test_overheads_are_fitted_on_the_first_list_and_help_on_the_second(tmp_path: Path, split: Path) -> None:
+    out = tmp_path / "out.json"
+    slower = record(tmp_path / "run.jsonl", slower=1.1)
+    assert run(slower, "--split", split, "--json", out).exit_code == 0
+    found = json.loads(out.read_text())
+    assert found["overheads_fitted"] is True
+    assert sum(found["overheads_ns"].values()) > 0
+    assert found["calibrate"]["median_error"] < 0.09
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"split": '{"calibrate": ["one"], "test": ["one"]}'},
+            "one in both lists: a cell that was fitted on proves nothing",
+        ),
+        ({"split": '{"calibrate": [], "test": []}'}, "the list test is empty"),
+        ({"split": "{"}, "a split is JSON"),
+        ({"split": '{"calibrate": [], "test": ["none"]}'}, "no cell of the list test was recorded"),
+        ({"run": "nonsense"}, "line 1"),
+        ({"run": json.dumps(ENGINE)}, "holds no repeat"),
+        ({"overheads": '{"step_ns": 1}'}, "lacks the key"),
+        ({"overheads": "{"}, "Expecting"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_2(
+    change: dict[str, str], sentence: str, tmp_path: Path, split: Path, no_overheads: Path
+) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    paths = {"run": made, "split": split, "overheads": no_overheads}
+    for name, text in change.items():
+        paths[name].write_text(text)
+    result = run(made, "--split", split, "--overheads", no_overheads)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_file_that_is_not_there_is_said(tmp_path: Path, split: Path) -> None:
+    result = run(tmp_path / "none.jsonl", "--split", split)
+    assert result.exit_code == 2
+    assert "none.jsonl: No such file or directory" in " ".join(result.stderr.split())
