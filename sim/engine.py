@@ -192,8 +192,9 @@ class Engine(StepRunner):
         self._looked_ns = None
         busy, self._step_ended = self._step_ended and self._settings.steps_ahead, False
         now = self._clock.now_ns
-        # A step's inputs are copied before the loads that are submitted at the same poll, and behind all earlier ones.
-        self._delay_ns = self._settings.start_delay_ns + self._loads.inputs_wait_ns()
+        self._delay_ns = self._settings.start_delay_ns
+        if self._loads.delay_inputs():
+            self._queue_inputs(now, busy)
         if scheduler.blocks is not None:
             self._preempt()
         if self._unsubmitted:
@@ -222,6 +223,15 @@ class Engine(StepRunner):
                 self._poll_at(now + self._settings.idle_poll_ns, self._settings.idle_poll_ns)
             self._arm_timer(self._settings.idle_poll_ns)
 
+    def _queue_inputs(self, now: int, busy: bool) -> None:
+        """The step's inputs are copied behind the loads of earlier polls, and before those of this one.
+
+        An engine that schedules ahead copies them a step earlier, while the one before it runs.
+        """
+        there_ns = now + self._loads.inputs_wait_ns()
+        self._delay_ns += max(0, (self._inputs_ns if busy else there_ns) - now)
+        self._inputs_ns = there_ns
+
     def _release_due(self, now: int, busy: bool) -> None:
         """What is due joins the queue; of an engine that schedules ahead and is busy, some polls later."""
         if not busy:
@@ -235,6 +245,8 @@ class Engine(StepRunner):
             if job.polls >= lag:
                 self._scheduler.release(job, now)
                 continue
+            if job.polls == 0 and job.gate is not None:
+                job.polls = int(job.ready_ns <= self._before_ns + self._settings.launch_ns)
             job.polls += 1
             if job.polls == lag and not job.landed:
                 job.released = True  # reported: from here on every step waits for its layers (REL-2)

@@ -29,9 +29,9 @@ class OnLoadFailure(Enum):
     """It ends there."""
 
 
-LOAD_LAG_POLLS: Final = 2
-"""With steps scheduled ahead: polls from the one that sees a load to the one whose step it joins. The worker reports it
-behind a launch, the scheduler learns of it with that step's output, and the step after that is scheduled already."""
+LOAD_LAG_POLLS: Final = 3
+"""With steps scheduled ahead: polls from the one whose launch sees a load to the one whose step it joins. The worker
+looks behind the launch of the next step, reports with that step's output, and then one more is scheduled already."""
 ARRIVAL_LAG_POLLS: Final = 1
 """The same for a request with nothing to load: only the step that is scheduled already goes before it."""
 
@@ -47,7 +47,8 @@ class EngineSettings:
             limit.
         max_batch: most requests that prefill or decode at the same time. None: no limit.
         submit_at: when a load reaches the link.
-        launch_ns: how long the launch of a forward takes, for `SubmitAt.AFTER_FORWARD`.
+        launch_ns: how long the host takes to launch a forward. With `SubmitAt.AFTER_FORWARD` loads follow it; with
+            `steps_ahead` the worker looks for landed layers behind it, at the beginning of the step before.
         submit_ns: what each submission costs the engine's thread; the step formed at that poll begins so much later.
         steps_ahead: whether the next step is scheduled while one runs (vLLM's asynchronous scheduling): what becomes
             ready while the engine is busy joins later by `LOAD_LAG_POLLS` or `ARRIVAL_LAG_POLLS`.

@@ -67,6 +67,8 @@ class StepRunner:
         self._looked_ns: int | None = None  # last poll of an engine that is waiting; None in the other states
         self._poll_scheduled = False
         self._step_ended = False  # the next poll is the end of a step
+        self._inputs_ns = 0  # the inputs of the step that is scheduled ahead are there by then
+        self._before_ns = 0  # when that step began: the boundary before
         self._occupied_ns = 0  # the engine's thread admits requests until then
         self._delay_ns = 0  # from the present poll to the first layer of the step it forms
         self._preempted: tuple[int, ...] = ()  # at the poll that formed the step or stretch under way
@@ -209,6 +211,7 @@ class StepRunner:
             self._drop(self._dropped.pop(0))
         self._finish(done)
         self._step_ended = True
+        self._before_ns = step.polled_ns
         self._poll_at(now, now - step.polled_ns)
 
     def _note_step(self, on_step: Callable[[StepRecord], object], step: RunningStep) -> None:
@@ -299,7 +302,8 @@ class StepRunner:
             )
         self._finish(self._scheduler.advance_decoding(planned))
         self._step_ended = True
-        self._poll_at(now, now - (stretch.boundary_ns(planned - 1) if planned > 1 else stretch.polled_ns))
+        self._before_ns = stretch.boundary_ns(planned - 1) if planned > 1 else stretch.polled_ns
+        self._poll_at(now, now - self._before_ns)
 
     # ---------------------------------------------------------------- jobs go
 

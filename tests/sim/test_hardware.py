@@ -146,9 +146,9 @@ def test_a_launch_that_waits_for_layers_submits_behind_the_last_of_its_waits() -
     )
 
 
-def test_steps_scheduled_ahead_let_a_load_join_two_polls_later_and_a_prefill_one() -> None:
+def test_steps_scheduled_ahead_let_a_load_join_three_polls_later_and_a_prefill_one() -> None:
     busy = Request(0, 1, output_tokens=400)
-    for ahead, lag in ((False, 0), (True, 2)):
+    for ahead, lag in ((False, 0), (True, 3)):
         (_, load), world = run((0, busy), (40, hit(400)), settings=EngineSettings(steps_ahead=ahead))
         ends = [step.end_ns for step in world.steps if step.end_ns >= load.all_landed_ns]
         assert load.started_ns == ends[lag]
@@ -156,6 +156,14 @@ def test_steps_scheduled_ahead_let_a_load_join_two_polls_later_and_a_prefill_one
         (_, other), world = run((0, busy), (333, Request(0, 1)), settings=EngineSettings(steps_ahead=ahead))
         ends = [step.end_ns for step in world.steps if step.end_ns >= 333]
         assert other.started_ns == ends[lag]
+
+
+def test_a_load_that_lands_during_the_next_launch_is_seen_a_poll_earlier() -> None:
+    busy = Request(0, 1, output_tokens=400)
+    for launch, lag in ((0, 3), (10_000, 2)):
+        settings = EngineSettings(steps_ahead=True, launch_ns=launch)
+        (_, load), world = run((0, busy), (40, hit(400)), settings=settings)
+        assert load.started_ns == [step.end_ns for step in world.steps if step.end_ns >= load.all_landed_ns][lag]
 
 
 def test_submissions_and_joining_requests_keep_the_engines_thread_busy() -> None:

@@ -1,0 +1,116 @@
+"""A recorded arm beside the world's prediction for it."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+from lamella.sim.overheads import Overheads
+from lamella.sim.recorded import RecordedRepeat, RecordedRun
+from lamella.sim.recorded_arms import Modelled, model_of, predict, ttft_ns
+from lamella.sim.strategies import Device
+
+PERCENTILES: Final = (50, 90, 99)
+
+
+class Measured(NamedTuple):
+    """An arm of a cell as recorded, over its repeats; times in ns."""
+
+    ttft_ns: float
+    error_ns: float
+    tpot_ns: float
+    percentiles_ns: tuple[int, ...]
+    repeats: int
+
+
+class Predicted(NamedTuple):
+    """The same arm as the world has it."""
+
+    ttft_ns: float
+    tpot_ns: float
+    percentiles_ns: tuple[int, ...]
+
+
+class ArmCheck(NamedTuple):
+    """One arm of one cell."""
+
+    cell: str
+    arm: str
+    measured: Measured
+    predicted: Predicted
+
+    @property
+    def error(self) -> float:
+        """Of the mean time to first token, as a share of the recorded one."""
+        return self.predicted.ttft_ns / self.measured.ttft_ns - 1
+
+    @property
+    def spread(self) -> float:
+        """The recording's own standard error, as a share."""
+        return self.measured.error_ns / self.measured.ttft_ns
+
+    @property
+    def percentile_errors(self) -> tuple[float, ...]:
+        """At each of `PERCENTILES`."""
+        pairs = zip(self.predicted.percentiles_ns, self.measured.percentiles_ns, strict=True)
+        return tuple(mine / theirs - 1 for mine, theirs in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedArm:
+    """All repeats of an arm of a cell that the world can run."""
+
+    model: Modelled
+    repeats: tuple[RecordedRepeat, ...]
+
+    @property
+    def measured(self) -> Measured:
+        """Over its repeats: a repeat is one observation."""
+        means = [statistics.fmean(one.ttft_ns for one in repeat.counted) for repeat in self.repeats]
+        every = [one.ttft_ns for repeat in self.repeats for one in repeat.counted]
+        error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
+        tpot = statistics.fmean(one.tpot_ns for repeat in self.repeats for one in repeat.counted)
+        return Measured(statistics.fmean(means), error, tpot, percentiles(every), len(means))
+
+
+def percentiles(values: Sequence[int]) -> tuple[int, ...]:
+    """Nearest-rank, at `PERCENTILES`.
+
+    >>> percentiles([3, 1, 2, 4])
+    (2, 4, 4)
+    """
+    ranked = sorted(values)
+    return tuple(ranked[-(-len(ranked) * percent // 100) - 1] for percent in PERCENTILES)
+
+
+def group_arms(repeats: Iterable[RecordedRepeat]) -> tuple[dict[str, dict[str, RecordedArm]], dict[str, int]]:
+    """(cell -> arm -> its repeats, reason -> repeats left out): arms that the world can run, with requests to count."""
+    found: dict[str, dict[str, tuple[Modelled, list[RecordedRepeat]]]] = {}
+    left_out: dict[str, int] = {}
+    for repeat in repeats:
+        model = model_of(repeat)
+        if not repeat.counted:
+            model = "no request of it counts"
+        if isinstance(model, str):
+            reason = f"{repeat.arm}: {model}"
+            left_out[reason] = left_out.get(reason, 0) + 1
+            continue
+        found.setdefault(repeat.cell.name, {}).setdefault(repeat.arm, (model, []))[1].append(repeat)
+    arms = {
+        cell: {arm: RecordedArm(model, tuple(rows)) for arm, (model, rows) in by_arm.items()}
+        for cell, by_arm in found.items()
+    }
+    return arms, left_out
+
+
+def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Overheads) -> ArmCheck:
+    """The arm's recording beside the world's prediction for its first repeat: all repeats ask the same."""
+    first = arm.repeats[0]
+    records = predict(first, arm.model, run, device, overheads)
+    times = [ttft_ns(record, overheads) for record in records]
+    tpot = statistics.fmean(record.tpot_ns for record in records)
+    predicted = Predicted(statistics.fmean(times), tpot, percentiles(times))
+    return ArmCheck(first.cell.name, first.arm, arm.measured, predicted)

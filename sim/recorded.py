@@ -1,0 +1,191 @@
+"""Recorded runs of an engine, as benchmarks/vllm_concurrency.py writes them: JSON lines, one repeat of one arm each.
+
+Times in the file are microseconds; a request's own count from its arrival. A closed loop begins with all requests at
+once, so the first `concurrency` of a repeat do not count.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+SCHEMA_VERSION: Final = 1
+NS_PER_US: Final = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedCell:
+    """A workload; names as in the benchmark.
+
+    Attributes:
+        shapes: (hit, new) tokens of the requests, in turn.
+        bystanders: requests that decode all the while.
+        rate_per_s: of an open loop; None: closed, `concurrency` at once.
+        tier_bytes_per_s: the host pool answers at that rate; None: at the wire's.
+    """
+
+    name: str
+    concurrency: int
+    shapes: tuple[tuple[int, int], ...]
+    output_tokens: int
+    width: int
+    bystanders: int
+    rate_per_s: float | None
+    stores: bool
+    miss_every: int
+    tier_bytes_per_s: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRequest:
+    """One request of a repeat.
+
+    Attributes:
+        at_ns: its arrival, from the repeat's begin.
+        queued_ns: from its arrival until the engine had it.
+        token_ns: from its arrival to each output.
+        loaded_tokens: what its load brought; None where the run does not say.
+        resident_tokens: what the engine had already.
+    """
+
+    at_ns: int
+    queued_ns: int
+    token_ns: tuple[int, ...]
+    loaded_tokens: int | None
+    resident_tokens: int
+
+    @property
+    def ttft_ns(self) -> int:
+        """From the queue to the first token."""
+        return self.token_ns[0] - self.queued_ns
+
+    @property
+    def tpot_ns(self) -> float:
+        """Mean time of an output token after the first; 0 if there is none."""
+        outputs = len(self.token_ns)
+        return (self.token_ns[-1] - self.token_ns[0]) / (outputs - 1) if outputs > 1 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRepeat:
+    """One repeat of one arm; `settings` are the connector's, None where nothing was loaded."""
+
+    cell: RecordedCell
+    arm: str
+    settings: Mapping[str, Any] | None
+    requests: tuple[RecordedRequest, ...]
+
+    @property
+    def counted(self) -> tuple[RecordedRequest, ...]:
+        """Those that count."""
+        first = self.cell.concurrency if self.cell.rate_per_s is None else 0
+        return self.requests[first:]
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRun:
+    """All repeats of a file, and the engine they ran in.
+
+    Attributes:
+        steps_ahead: the engine scheduled a step ahead.
+        full_graphs: it replayed whole steps as graphs.
+        token_budget: most tokens of its steps; None where the run does not say.
+        vllm: its version.
+        repeats: in order.
+        passed_over: lines that are no repeat and no engine: verifications, failures; by kind.
+    """
+
+    steps_ahead: bool
+    full_graphs: bool
+    token_budget: int | None
+    vllm: str
+    repeats: tuple[RecordedRepeat, ...]
+    passed_over: Mapping[str, int]
+
+
+def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
+    """The run that the lines record.
+
+    Args:
+        lines: of one file or several of one engine.
+        name: what they are called in messages.
+
+    Raises:
+        ValueError: a line that is not JSON, of another schema version, or a repeat without what is needed; the line is
+            numbered. Or no repeat at all.
+    """
+    engine: Mapping[str, Any] = {}
+    vllm = "unknown"
+    repeats: list[RecordedRepeat] = []
+    passed_over: dict[str, int] = {}
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"a line is a JSON object, got {type(row).__name__}")
+            if row.get("schema") != SCHEMA_VERSION:
+                raise ValueError(f"schema must be {SCHEMA_VERSION}, got {row.get('schema')!r}; record it anew")
+            kind = row.get("kind")
+            if kind == "engine":
+                engine, vllm = row["engine"], str(row.get("vllm", vllm))
+            elif kind == "repeat":
+                repeats.append(_repeat(row))
+            else:
+                passed_over[str(kind)] = passed_over.get(str(kind), 0) + 1
+        except KeyError as missing:
+            raise ValueError(f"{name}, line {number}: {missing.args[0]} is missing; is it a recorded run?") from missing
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"{name}, line {number}: {error}") from error
+    if not repeats:
+        raise ValueError(f"{name} holds no repeat; record one with benchmarks/vllm_concurrency.py")
+    return RecordedRun(
+        bool(engine.get("async_scheduling", False)),
+        "FULL" in str(engine.get("cudagraph_mode", "")).upper(),
+        engine.get("max_num_batched_tokens"),
+        vllm,
+        tuple(repeats),
+        passed_over,
+    )
+
+
+def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
+    cell = row["cell"]
+    shapes = tuple((int(hit), int(new)) for hit, new in cell["mix"]) or ((int(cell["hit"]), int(cell["new"])),)
+    tier = cell.get("tier_gb_per_s")
+    requests = tuple(_request(request) for request in row["requests"])
+    if not requests:
+        raise ValueError(f"{cell['name']}, {row['arm']}: a repeat has at least one request")
+    return RecordedRepeat(
+        RecordedCell(
+            str(cell["name"]),
+            int(cell["concurrency"]),
+            shapes,
+            int(cell["output"]),
+            int(cell["width"]),
+            int(cell["bystanders"]),
+            None if cell["rate_per_s"] is None else float(cell["rate_per_s"]),
+            bool(cell["stores"]),
+            int(cell.get("miss_every", 0)),
+            None if tier is None else round(tier * 1e9),
+        ),
+        str(row["arm"]),
+        row["settings"],
+        requests,
+    )
+
+
+def _request(row: Mapping[str, Any]) -> RecordedRequest:
+    if not row["token_us"]:
+        raise ValueError("a request has no token")
+    loadable = row.get("loadable")
+    return RecordedRequest(
+        int(row["at_us"]) * NS_PER_US,
+        int(row["queued_us"]) * NS_PER_US,
+        tuple(int(token) * NS_PER_US for token in row["token_us"]),
+        None if loadable is None else int(loadable),
+        int(row.get("local_hit", 0)),
+    )

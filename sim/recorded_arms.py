@@ -1,0 +1,143 @@
+"""A recorded arm as the world can run it, and its prediction for a recorded cell."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from lamella.reference.ordering import parse_order
+from lamella.reference.profile import Graphs
+from lamella.reference.release import Whole, parse_release
+from lamella.reference.slices import parse_width, plan_slices
+from lamella.reference.timeline import NOTHING_TO_LOAD, Load
+from lamella.sim.hardware import Hardware, Tier
+from lamella.sim.overheads import Overheads
+from lamella.sim.recorded import RecordedRepeat, RecordedRun
+from lamella.sim.records import RequestRecord
+from lamella.sim.requests import Request
+from lamella.sim.settings import EngineSettings, SubmitAt
+from lamella.sim.stations import plan_load
+from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
+from lamella.sim.world import World
+
+DEFAULT_IN_FLIGHT_BYTES: Final = 55_000_000
+"""The connector's own default of `in_flight_mb`."""
+BYSTANDER_TOKENS: Final = 1024
+BYSTANDER_TAG: Final = -1
+BYSTANDER_OUTPUT: Final = 6000
+
+
+@dataclass(frozen=True, slots=True)
+class Modelled:
+    """An arm that the world can run: its strategy, and the bytes it lets be enqueued at the device."""
+
+    strategy: Strategy
+    in_flight_bytes: int
+
+
+def model_of(repeat: RecordedRepeat) -> Modelled | str:
+    """The arm for the world, or why the world has no answer for it."""
+    settings: Mapping[str, Any] | None = repeat.settings
+    if settings is None:
+        return Modelled(RECOMPUTE, 0)
+    if settings.get("use_layerwise"):
+        return "loads into the very next step are not modelled"
+    if repeat.arm.startswith("peer_"):
+        return "another connector"
+    if settings.get("layers_per_slice") == "auto":
+        return "chooses for each request"
+    if repeat.arm == "early_read":
+        return "a control that does not wait"
+    width = settings.get("layers_per_slice", repeat.cell.width)
+    in_flight = int(settings.get("in_flight_mb", DEFAULT_IN_FLIGHT_BYTES // 1_000_000)) * 1_000_000
+    release = parse_release(str(settings.get("release", "first")))
+    order = parse_order(str(settings.get("order", "fifo")))
+    if width in (0, "0"):
+        return Modelled(CHUNK_MAJOR, in_flight)
+    return Modelled(Strategy(parse_width(str(width)), order, release), in_flight)
+
+
+def predict(
+    repeat: RecordedRepeat, model: Modelled, run: RecordedRun, device: Device, overheads: Overheads
+) -> list[RequestRecord]:
+    """What the world says of the repeat's counted requests, in the order in which they were asked.
+
+    Requests come as they were asked: a closed loop by the world's own answers, an open one at the recorded instants.
+    Hits are what the run says it loaded. Times to first token count from the engine's queue, as they were recorded.
+    """
+    cell, strategy = repeat.cell, model.strategy
+    gated = strategy.loads and not isinstance(strategy.release, Whole)
+    profile = device.profile
+    settings = overheads.settings(
+        EngineSettings(
+            idle_poll_ns=profile.engine.idle_poll_ns,
+            token_budget=run.token_budget or profile.engine.token_budget,
+            max_batch=profile.max_batch,
+            submit_at=SubmitAt.POLL if run.vllm.startswith("0.26") else SubmitAt.AFTER_FORWARD,
+            steps_ahead=run.steps_ahead,
+            admits_itself=True,
+        ),
+        gated=gated,
+    )
+    in_flight_ns = round(model.in_flight_bytes * 1e9 / profile.wire.h2d_bytes_per_s)
+    tiers = () if cell.tier_bytes_per_s is None else (Tier("tier", cell.tier_bytes_per_s),)
+    hardware = overheads.hardware(Hardware(tiers=tiers, in_flight_ns=in_flight_ns))
+    graphs = Graphs.FULL if run.full_graphs and not gated else Graphs.PIECEWISE
+    world = World(
+        profile.compute(graphs, extrapolate=device.extrapolate),
+        strategy.order,
+        strategy.release,
+        settings,
+        hardware=hardware,
+    )
+    for _ in range(cell.bystanders):
+        world.arrive_at(0, Request(0, BYSTANDER_TOKENS, BYSTANDER_OUTPUT, tag=BYSTANDER_TAG))
+    requests = [_request(number, repeat, strategy, device, overheads) for number in range(len(repeat.requests))]
+    begin_ns = 1_000_000_000 if cell.bystanders else 0
+    if cell.rate_per_s is None:
+        users = min(cell.concurrency, len(requests))
+        world.loop_closed(users, requests, starts_ns=[begin_ns] * users)
+    else:
+        for recorded, request in zip(repeat.requests, requests, strict=True):
+            world.arrive_at(begin_ns + recorded.at_ns, request)
+    records = [record for record in world.run() if record.tag >= 0]
+    first = len(repeat.requests) - len(repeat.counted)
+    return sorted((record for record in records if record.tag >= first), key=lambda record: record.tag)
+
+
+def _request(number: int, repeat: RecordedRepeat, strategy: Strategy, device: Device, overheads: Overheads) -> Request:
+    cell, recorded = repeat.cell, repeat.requests[number]
+    hit, new = cell.shapes[number % len(cell.shapes)]
+    missed = cell.miss_every and number % cell.miss_every == cell.miss_every - 1
+    loaded = recorded.loaded_tokens
+    if loaded is None:
+        loaded = 0 if missed else hit
+    resident = min(recorded.resident_tokens, hit)
+    loaded = min(loaded, hit - resident) if strategy.loads else 0
+    cached = resident + loaded
+    prompt = hit + new
+    return Request(
+        cached,
+        prompt - cached,
+        cell.output_tokens,
+        device.load(loaded, strategy) if loaded else NOTHING_TO_LOAD,
+        tag=number,
+        admission_ns=recorded.queued_ns,
+        host_ns=overheads.joining_ns(prompt),
+        resident_tokens=resident,
+        tier="tier" if cell.tier_bytes_per_s is not None and loaded else "",
+        store=_store(prompt - cached, device) if cell.stores else NOTHING_TO_LOAD,
+    )
+
+
+def _store(new_tokens: int, device: Device) -> Load:
+    """What is carried back of the new tokens, at the rate of the way back, as one slice."""
+    profile = device.profile
+    layer_bytes = new_tokens * profile.token_bytes // profile.num_layers
+    return plan_load(plan_slices(profile.num_layers, profile.num_layers), layer_bytes, profile.wire.d2h_bytes_per_s)
+
+
+def ttft_ns(record: RequestRecord, overheads: Overheads) -> int:
+    """From the queue to the first token, as the benchmark counts it."""
+    return record.first_token_ns - record.admitted_ns + overheads.report_ns

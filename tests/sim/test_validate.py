@@ -1,0 +1,265 @@
+"""The model against recorded runs: a run that the world itself made is predicted, and every figure can be wrong."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamella.sim.calibrate import search
+from lamella.sim.checks import ArmCheck, Measured, Predicted, group_arms, percentiles
+from lamella.sim.overheads import Overheads
+from lamella.sim.profiles import load_profile
+from lamella.sim.recorded import read_recorded
+from lamella.sim.recorded_arms import model_of, predict
+from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, parse_strategy
+from lamella.sim.validate import Split, Validation, judge, validate
+from recorded_run import ARMS, cell, engine_row, recorded_lines, repeat_row, request_row
+
+DEVICE = Device(load_profile())
+TRUE = Overheads(step_ns=700_000, gated_step_ns=400_000, launch_ns=3_000_000, first_slice_ns=500_000, join_ns=2_000_000)
+CELLS = [cell("a", 1), cell("b", 3), cell("c", 3, new=2048), cell("d", 1, new=256)]
+SPLIT = Split(("a", "b"), ("c", "d"))
+
+
+def lines_of(*rows: dict[str, Any]) -> list[str]:
+    return [json.dumps(row) for row in rows]
+
+
+@pytest.fixture(scope="module")
+def validation() -> Validation:
+    lines = recorded_lines(CELLS, DEVICE, TRUE, noise=0.02)
+    return validate(read_recorded(lines, "a run"), DEVICE, SPLIT)
+
+
+def test_overheads_fitted_on_some_cells_predict_the_others(validation: Validation) -> None:
+    assert validation.fitted
+    assert validation.test.error_at(0.5) <= 0.02
+    assert validation.test.error_at(1.0) <= 0.06
+    assert validation.test.right_signs == len(validation.test.shown) >= 3
+    assert validation.test.largest_regret <= 0.03
+
+
+def test_without_the_overheads_the_same_run_is_not_predicted(validation: Validation) -> None:
+    lines = recorded_lines(CELLS, DEVICE, TRUE, noise=0.02)
+    bare = validate(read_recorded(lines, "a run"), DEVICE, SPLIT, Overheads())
+    assert not bare.fitted
+    assert bare.test.error_at(0.5) > 2 * validation.test.error_at(0.5)
+
+
+def test_true_overheads_predict_a_run_without_noise_to_the_microsecond() -> None:
+    run = read_recorded(recorded_lines(CELLS[:2], DEVICE, TRUE, repeats=1), "a run")
+    exact = validate(run, DEVICE, Split((), ("a", "b")), TRUE)
+    assert exact.test.errors[-1] < 1e-4
+
+
+def test_the_document_is_json_and_the_last_words_are_the_figures_that_decide(validation: Validation) -> None:
+    document = json.loads(json.dumps(validation.document(), allow_nan=False))
+    assert document["kind"] == "lamella.validate"
+    assert [arm["cell"] for arm in document["test"]["arms"]] == ["c"] * len(ARMS) + ["d"] * len(ARMS)
+    said = validation.lines()
+    assert any(line.startswith("Held out: error of the mean time to first token") for line in said)
+    assert len(said) == 2 * 2 * len(ARMS) + 1
+
+
+# ---------------------------------------------------------------- judging
+
+
+def check(of: str, arm: str, measured: float, predicted: float, error: float = 0.0) -> ArmCheck:
+    times = (round(measured),) * 3
+    return ArmCheck(of, arm, Measured(measured, error, 0, times, 5), Predicted(predicted, 0, (round(predicted),) * 3))
+
+
+def test_a_sign_counts_where_the_run_shows_an_effect() -> None:
+    base = check("x", "chunk_bounded", 100, 100, 1)
+    judged = judge([base, check("x", "fifo_first", 80, 110, 1), check("x", "interleaved_first", 101, 90, 1)])
+    by_arm = {sign.arm: sign for sign in judged.signs}
+    assert (by_arm["fifo_first"].shown, by_arm["fifo_first"].right) == (True, False)
+    assert not by_arm["interleaved_first"].shown, "1% with standard errors of 1% is no effect"
+    assert (len(judged.shown), judged.right_signs) == (1, 0)
+
+
+def test_effects_are_against_the_better_form_of_chunk_major() -> None:
+    judged = judge(
+        [check("x", "chunk_bounded", 100, 100), check("x", "chunk_deep", 70, 70), check("x", "fifo_first", 80, 60)]
+    )
+    (sign,) = judged.signs
+    assert sign.recorded == pytest.approx(80 / 70 - 1)
+    assert not sign.right
+
+
+def test_regret_is_what_the_advice_costs_as_recorded() -> None:
+    judged = judge(
+        [check("x", "chunk_bounded", 100, 100), check("x", "fifo_first", 90, 95), check("x", "fifo_jit", 80, 97)]
+    )
+    assert judged.advice == (("x", "fifo_first", "fifo_jit", pytest.approx(90 / 80 - 1)),)
+
+
+def test_recomputing_is_compared_and_not_recommended() -> None:
+    judged = judge([check("x", "chunk_bounded", 100, 100), check("x", "recompute", 50, 50)])
+    assert judged.advice[0].recommended == "chunk_bounded"
+    assert judged.signs == ()
+
+
+def test_one_repeat_has_no_standard_error_and_shows_nothing() -> None:
+    run = read_recorded(lines_of(engine_row(), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)), "one")
+    arms, _ = group_arms(run.repeats)
+    assert math.isinf(arms["x"]["fifo_first"].measured.error_ns)
+
+
+def test_percentiles_are_times_that_occurred() -> None:
+    assert percentiles(list(range(1, 101))) == (50, 90, 99)
+    assert percentiles([7]) == (7, 7, 7)
+
+
+# ---------------------------------------------------------------- what is recorded
+
+
+def test_the_requests_that_begin_together_do_not_count() -> None:
+    rows = [request_row(n) for n in (900, 900, 10, 20)]
+    run = read_recorded(lines_of(repeat_row(cell("x", 2, requests=4), "fifo_first", 0, rows)), "x")
+    assert [one.ttft_ns for one in run.repeats[0].counted] == [10_000, 20_000]
+    of = cell("x", 2, rate_per_s=9.0)
+    open_loop = read_recorded(lines_of(repeat_row(of, "fifo_first", 0, rows)), "x").repeats[0]
+    assert len(open_loop.counted) == 4
+
+
+@pytest.mark.parametrize(
+    ("arm", "settings", "found"),
+    [
+        ("chunk_deep", {"layers_per_slice": 0, "release": "whole", "in_flight_mb": 8192}, CHUNK_MAJOR),
+        ("recompute", None, RECOMPUTE),
+        ("fifo_first", {"order": "fifo", "release": "first"}, parse_strategy("fifo/2/first")),
+        ("fifo_jit", {"layers_per_slice": 8, "release": "jit:step"}, parse_strategy("fifo/8/jit:step")),
+        ("sync", {"use_layerwise": True}, "not modelled"),
+        ("auto", {"layers_per_slice": "auto"}, "chooses for each request"),
+        ("peer_simple", {}, "another connector"),
+        ("early_read", {"order": "fifo", "release": "first"}, "does not wait"),
+    ],
+)
+def test_an_arm_is_run_as_it_was_set_or_left_out_with_the_reason(
+    arm: str, settings: dict[str, Any] | None, found: object
+) -> None:
+    row = repeat_row(cell("x", 1, width=2), "fifo_first", 0, [request_row(9)] * 3)
+    (repeat,) = read_recorded(lines_of({**row, "arm": arm, "settings": settings}), "x").repeats
+    model = model_of(repeat)
+    if isinstance(model, str):
+        assert isinstance(found, str)
+        assert found in model
+    else:
+        assert model.strategy == found
+        assert model.in_flight_bytes == {"chunk_deep": 8_192_000_000, "recompute": 0}.get(arm, 55_000_000)
+
+
+def test_hits_are_what_the_run_says_it_loaded() -> None:
+    rows = [request_row(9, loadable=4096, local_hit=11_264), request_row(9), request_row(9, loadable=0, local_hit=0)]
+    run = read_recorded(lines_of(engine_row(), repeat_row(cell("x", 1, rate_per_s=1.0), "fifo_first", 0, rows)), "x")
+    (repeat,) = run.repeats
+    model = model_of(repeat)
+    assert not isinstance(model, str)
+    records = predict(repeat, model, run, DEVICE, Overheads())
+    token = DEVICE.profile.token_bytes
+    assert [record.load_bytes // token for record in records] == [4096, 15_360, 0]
+    assert [record.new_tokens for record in records] == [768, 768, 16_128]
+
+
+def test_bystanders_tiers_stores_and_misses_are_in_the_prediction() -> None:
+    plain = cell("x", 2, rate_per_s=4.0)
+    variants = [
+        {},
+        {"bystanders": 8},
+        {"tier_gb_per_s": 5.0},
+        {"stores": True, "hit": 1024, "new": 4096},
+        {"miss_every": 2},
+    ]
+    means = []
+    for more in variants:
+        row = repeat_row(
+            {**plain, **more}, "fifo_first", 0, [{**request_row(9), "at_us": 200_000 * n} for n in range(4)]
+        )
+        run = read_recorded(lines_of(engine_row(), row), "x")
+        (repeat,) = run.repeats
+        model = model_of(repeat)
+        assert not isinstance(model, str)
+        records = predict(repeat, model, run, DEVICE, Overheads())
+        assert len(records) == 4
+        means.append(sum(record.ttft_ns for record in records) / 4)
+        if "stores" in more:
+            assert all(record.store_bytes > 0 for record in records)
+    base, others = means[0], means[1:3] + means[4:]
+    assert all(other > 1.01 * base for other in others)
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "x, line 2: Expecting"),
+        ("[]", "a line is a JSON object, got list"),
+        ('{"schema": 2, "kind": "repeat"}', "schema must be 1, got 2"),
+        ('{"schema": 1, "kind": "repeat", "cell": {}}', "mix is missing; is it a recorded run"),
+    ],
+)
+def test_a_broken_line_is_refused_by_its_number(line: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        read_recorded([*lines_of(engine_row()), line], "x")
+
+
+def test_a_file_without_a_repeat_is_refused() -> None:
+    with pytest.raises(ValueError, match="x holds no repeat; record one with"):
+        read_recorded(lines_of(engine_row()), "x")
+
+
+def test_lines_of_other_kinds_are_counted() -> None:
+    verify = {"schema": 1, "kind": "verify"}
+    run = read_recorded(lines_of(verify, repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 2), verify), "x")
+    assert run.passed_over == {"verify": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "a split is JSON"),
+        ("[]", "an object with the lists"),
+        ('{"train": []}', "an object with the lists"),
+        ('{"calibrate": "a", "test": ["b"]}', "calibrate must be a list"),
+        ('{"calibrate": ["a"], "test": ["a"]}', "a in both lists: a cell that was fitted on proves nothing"),
+        ('{"calibrate": ["a"], "test": []}', "nothing would be judged"),
+    ],
+)
+def test_a_split_that_proves_nothing_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Split.parse(text)
+
+
+def test_cells_in_neither_list_are_said_and_none_to_judge_by_is_refused() -> None:
+    run = read_recorded(recorded_lines(CELLS[:2], DEVICE, TRUE, repeats=1), "a run")
+    said = validate(run, DEVICE, Split((), ("b",)), TRUE)
+    assert said.left_out == {"cell a: in neither list": len(ARMS)}
+    with pytest.raises(ValueError, match="no cell of the list test was recorded; recorded are a, b"):
+        validate(run, DEVICE, Split(("a",), ("z",)), TRUE)
+
+
+# ---------------------------------------------------------------- fitting
+
+
+def test_the_search_finds_the_least_of_a_bowl() -> None:
+    target = Overheads(step_ns=1_300_000, join_ns_per_1000_tokens=120_000, report_ns=5_000_000)
+
+    def loss(overheads: Overheads) -> float:
+        return sum((getattr(overheads, name) - getattr(target, name)) ** 2 for name in Overheads.names())
+
+    found = search(loss, Overheads())
+    assert all(abs(getattr(found, name) - getattr(target, name)) <= 60_000 for name in Overheads.names())
+
+
+def test_negative_overheads_are_refused() -> None:
+    with pytest.raises(ValueError, match="join_ns must be at least 0, got -1"):
+        replace(TRUE, join_ns=-1)
+
+
+def test_the_shipped_split_names_cells_once() -> None:
+    path = Path(__file__).parents[2] / "benchmarks" / "validation_cells.json"
+    split = Split.parse(path.read_text(encoding="utf-8"))
+    assert len({*split.calibrate, *split.test}) == len(split.calibrate) + len(split.test)
