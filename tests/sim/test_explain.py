@@ -201,6 +201,30 @@ def test_an_example_can_be_checked_by_hand() -> None:
     assert [tuple(blame) for blame in explanation.stall_wire] == [(1, 8)]
 
 
+def test_where_several_are_on_the_link_at_once_the_time_is_its_own_first() -> None:
+    example = _example()
+    shared = [Occupation("h2d", 0, request, 0, 4, 32, 5) for request in (0, 1)]
+    both = Recording(*(getattr(example, name) for name in list(Recording.__dataclass_fields__)[:6]), tuple(shared))
+    explanation = explain(both, 1)
+    assert (explanation.own_transfer_ns, explanation.behind) == (28, ())
+
+
+def test_a_stall_for_a_load_that_failed_is_nobodys_in_the_recording() -> None:
+    settings = EngineSettings(load_timeout_ns=900, on_failure=OnLoadFailure.FAIL)
+    world = World(LinearCompute(), ORDERS["fifo"], First(), settings, keep_steps=True, keep_slices=True)
+    load = plan_load(plan_slices(LAYERS, 1), 40, 10**9)
+    world.arrive(Request(8, 2, load=load, fault=Fault(1, None)))
+    world.arrive_at(40, Request(0, 2))  # as the first slice lands, so that both are in one step
+    world.run()
+    recording, (survivor,) = recorded(world)
+    explanation = explain(recording, survivor.sequence)
+    assert explanation.stall_ns == survivor.prefill_stall_ns > 800
+    assert LEFT_OUT in {stall.culprit for stall in explanation.stalls}
+    said = explanation_lines(recording, explanation)
+    assert any(line.endswith("of a request whose load failed") for line in said)
+    assert said[-1] == "Note: 1 requests whose load failed are left out"
+
+
 def test_it_is_said_in_words_and_in_numbers() -> None:
     lines = explanation_lines(_example(), explain(_example(), 1))
     assert lines[0].startswith("Request 1 (measured, fifo/1/first): 8 cached + 4 new tokens, first token after")

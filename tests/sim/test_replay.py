@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from lamella.reference.release import First
 from lamella.sim.outcome import SATURATED_STRETCH, ArmResult, Quantiles, Tally, judge, quantiles, remarks
 from lamella.sim.profiles import load_profile
-from lamella.sim.replay import ARMS, SLICE_WIRE_NS, replay, run_arm
+from lamella.sim.replay import ARMS, SLICE_WIRE_NS, ReplaySetting, replay, replay_cells, run_arm
 from lamella.sim.routing import PoolSizes, Routing, choose_instances, route
+from lamella.sim.serving import Slo
 from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device
 from lamella.sim.workload import TRACE_CHUNK_TOKENS, TraceRequest, generate_conversations, load_trace, scale_rate
 from lamella.sim.world import RequestRecord, World
@@ -59,6 +60,12 @@ def test_every_request_and_every_byte_that_goes_in_comes_out_in_every_arm(
 
 def test_the_same_input_gives_the_same_result() -> None:
     assert replay(small_routing(3), DEVICE) == replay(small_routing(3), DEVICE)
+
+
+@pytest.mark.parametrize("width", [None, 4])
+def test_instances_computed_apart_add_up_to_the_same_result(width: int | None) -> None:
+    routing = small_routing(3)
+    assert replay_cells(ReplaySetting(routing, DEVICE, width, Slo(), False)).result == replay(routing, DEVICE, width)
 
 
 def test_arms_get_the_same_requests_with_the_same_hits() -> None:
