@@ -147,6 +147,24 @@ class LayerArrivalGate(Generic[EventT]):
         self._landed += 1
         return True
 
+    def land(self, slice_index: int, event: EventT) -> int:
+        """The slice is recorded and has landed in one: for an owner who sees both in the same instant.
+
+        Returns:
+            Layers landed so far.
+
+        Raises:
+            RuntimeError: not the next slice in order, or one that has been recorded before.
+        """
+        if slice_index != len(self._events) or slice_index != self._landed or slice_index >= len(self._ends):
+            raise RuntimeError(
+                f"slice {slice_index} cannot land: {self._landed} of {len(self._ends)} slices have, and they land in "
+                "order, each once"
+            )
+        self._events.append(event)
+        self._landed = slice_index + 1
+        return self._ends[slice_index]
+
     def slice_of(self, layer: int) -> int:
         """The index of the slice that holds the layer.
 

@@ -12,7 +12,7 @@ from lamella.sim.recorded import RecordedRun
 from lamella.sim.strategies import Device
 
 FIRST_STEP_NS: Final = 2_000_000
-LAST_STEP_NS: Final = 60_000
+LAST_STEP_NS: Final = 120_000
 PER_1000_SHARE: Final = 16
 """A thousand tokens' overhead is searched in steps so many times smaller: prompts have tens of thousands."""
 PLAUSIBLE: Final = Overheads(

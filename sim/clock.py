@@ -56,7 +56,7 @@ class Clock:
         if instant_ns < self.now_ns:
             raise ValueError(f"instant {instant_ns} has passed; it is {self.now_ns}")
         # What Environment.schedule does, with the instant in place of a delay; SimPy pops it like any other event.
-        heappush(self._queue, (instant_ns, phase, next(self._numbers), _Action(self._environment, action)))  # type: ignore[misc]
+        heappush(self._queue, (instant_ns, phase, next(self._numbers), _Action(action)))  # type: ignore[misc]
 
     def soon(self, phase: Phase, action: Callable[[], Any]) -> None:
         """`action` runs in this instant, in that phase: at once if nothing that comes before it is left.
@@ -74,12 +74,12 @@ class Clock:
         """Runs until nothing is scheduled any more."""
         environment, queue = self._environment, self._queue
         while queue:
-            event = queue[0][3]
+            instant, _, _, event = heappop(queue)
+            self.now_ns = environment._now = instant  # type: ignore[assignment]
             if type(event) is _Action:  # without the calls that SimPy makes for events that may fail or be awaited
-                self.now_ns = environment._now = heappop(queue)[0]  # type: ignore[assignment]
                 event.action()
             else:
-                self.now_ns = queue[0][0]  # type: ignore[assignment]
+                heappush(queue, (instant, -1, -1, event))  # type: ignore[arg-type]
                 environment.step()
 
 
@@ -94,8 +94,7 @@ class _Action(Event):
     _ok = True
     _value = None
 
-    def __init__(self, environment: simpy.Environment, action: Callable[[], Any]) -> None:
-        self.env = environment
+    def __init__(self, action: Callable[[], Any]) -> None:
         self.action = action
 
     @property

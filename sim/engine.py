@@ -96,25 +96,22 @@ class Engine(StepRunner):
         if gate is None:
             return  # the load has failed; what was under way still crossed
         now = self._clock.now_ns
-        gate.record(part, now, generation=gate.generation)
-        gate.mark_landed(part, generation=gate.generation)
-        if job.first_started_ns < 0:
-            if part == 0:
-                job.first_layer_ns = now
-            if gate.all_landed:
-                job.all_landed_ns = now
-                job.rank = self._loads.last_rank(job)
-        elif gate.all_landed and job.all_landed_ns <= job.first_started_ns:
+        layers = gate.land(part, now)
+        all_landed = layers == gate.num_layers
+        if part == 0 and job.first_started_ns < 0:
+            job.first_layer_ns = now
+        if all_landed and (job.first_started_ns < 0 or job.all_landed_ns <= job.first_started_ns):
             job.all_landed_ns = now
+            job.rank = self._loads.last_rank(job)
         if job.released:
             if self._step is not None and self._step.blocked:
                 if self._settings.wake_ns:
                     self._clock.at(now + self._settings.wake_ns, Phase.HAPPEN, self._wake)
                 else:
                     self._advance_layers()
-            if gate.all_landed:
+            if all_landed:
                 self._scheduler.landing.pop(job.sequence, None)
-        elif gate.released and not job.due and not self._release.needs_forecast:
+        elif not job.due and not self._release.needs_forecast and gate.released:
             job.due = True
             if job.first_started_ns < 0:
                 job.ready_ns = now

@@ -251,7 +251,7 @@ def test_the_search_finds_the_least_of_a_bowl() -> None:
         return sum((getattr(overheads, name) - getattr(target, name)) ** 2 for name in Overheads.names())
 
     found = search(loss, Overheads())
-    assert all(abs(getattr(found, name) - getattr(target, name)) <= 60_000 for name in Overheads.names())
+    assert all(abs(getattr(found, name) - getattr(target, name)) <= 125_000 for name in Overheads.names())
 
 
 def test_negative_overheads_are_refused() -> None:
