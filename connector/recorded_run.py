@@ -195,10 +195,11 @@ def _request(
         cached,
         one.prompt_tokens - cached,
         1 + sum(entry[0] > last for entry in one.steps),
-        *(
-            instant - zero
-            for instant in (one.arrived_ns, max(one.arrived_ns, one.admitted_ns), submitted, ready, released)
-        ),
+        one.arrived_ns - zero,
+        max(one.arrived_ns, one.admitted_ns) - zero,
+        submitted - zero,
+        ready - zero,
+        released - zero,
         first_started - zero,
         started - zero,
         _span(spans, last)[1] - zero,

@@ -14,8 +14,6 @@ from itertools import pairwise
 from typing import Any, Final
 
 from lamella.reference.recording import (
-    FIRST_INSTANT,
-    LAST_INSTANT,
     STATIONS,
     Landing,
     LayerStall,
@@ -196,8 +194,7 @@ def _request_events(one: RequestSpan) -> Iterator[Event]:
     track = one.request + 1
     name = f"request {one.request}: {one.cached_tokens} cached + {one.new_tokens} new"
     yield _span(name, "lamella.request", REQUESTS, track, one.arrival_ns, one.end_ns, args)
-    instants = one[FIRST_INSTANT:LAST_INSTANT]
-    for part_name, (begin, end) in zip(_PARTS, pairwise(instants), strict=True):
+    for part_name, (begin, end) in zip(_PARTS, pairwise(one.instants_ns), strict=True):
         if begin < end:
             yield _span(part_name, "lamella.part", REQUESTS, track, begin, end)
 
@@ -233,5 +230,5 @@ def _read_request(args: Mapping[str, Any]) -> RequestSpan:
     unknown = set(args) - set(RequestSpan._fields)
     if unknown:
         raise ValueError(f"unknown keys {sorted(unknown)}")
-    *numbers, landings = (args[name] for name in RequestSpan._fields)
-    return RequestSpan(*_wholes(numbers), tuple(Landing(*_wholes(landing)) for landing in landings))
+    numbers = {name: _whole(args[name]) for name in RequestSpan._fields if name != "landings"}
+    return RequestSpan(**numbers, landings=tuple(Landing(*_wholes(landing)) for landing in args["landings"]))

@@ -131,17 +131,27 @@ class RequestSpan(NamedTuple):
         """From arrival to first token."""
         return self.first_token_ns - self.arrival_ns
 
+    @property
+    def instants_ns(self) -> tuple[int, ...]:
+        """Its instants, in the order in which they must come: arrival, admission, .. end."""
+        return (
+            self.arrival_ns,
+            self.admitted_ns,
+            self.submitted_ns,
+            self.ready_ns,
+            self.released_ns,
+            self.first_started_ns,
+            self.started_ns,
+            self.first_token_ns,
+            self.end_ns,
+        )
+
     def landed_ns(self, layer: int) -> int | None:
         """When that layer landed; None for a request without a load."""
         for landing in self.landings:
             if layer < landing.first_layer + landing.num_layers:
                 return landing.landed_ns
         return None
-
-
-FIRST_INSTANT: Final = RequestSpan._fields.index("arrival_ns")
-LAST_INSTANT: Final = RequestSpan._fields.index("landings")
-"""`request[FIRST_INSTANT:LAST_INSTANT]` are its instants, in the order in which they must come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +219,7 @@ def check_recording(recording: Recording) -> None:
 
 
 def _check_request(one: RequestSpan, num_layers: int) -> None:
-    instants = one[FIRST_INSTANT:LAST_INSTANT]
+    instants = one.instants_ns
     if one.arrival_ns < 0 or any(later < earlier for earlier, later in pairwise(instants)):
         raise ValueError(f"REC-1: instants of request {one.request} go back: {instants}")
     if min(one.cached_tokens, one.new_tokens - 1, one.output_tokens - 1) < 0:

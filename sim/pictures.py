@@ -110,9 +110,9 @@ def draw_study(study: Study, target: Target) -> None:
     left.set(xlabel="users", ylabel="mean TTFT against the better of what is off, %")
     left.legend(fontsize="x-small", ncols=2)
     for one, colour in ((found.off, "#bb5566"), (found.best_layerwise, "#004488")):
-        for field, style in (("p50_ttft_ns", "-"), ("p90_ttft_ns", "--"), ("p99_ttft_ns", ":")):
+        for field, line in (("p50_ttft_ns", "-"), ("p90_ttft_ns", "--"), ("p99_ttft_ns", ":")):
             values = [study.mean(row, one, field) / 1e6 for row in rows]
-            right.plot(rows, values, style, color=colour, label=f"{one} {field[:3]}")
+            right.plot(rows, values, line, color=colour, label=f"{one} {field[:3]}")
     right.set(xlabel="users", ylabel="TTFT, ms")
     right.legend(fontsize="x-small")
     _save(pyplot, figure, target)

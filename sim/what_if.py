@@ -61,7 +61,9 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
         name = f"{asked[1].replace('pcie', 'PCIe ')} x{lanes}"
         how = f"{name} by signalling rate, {factor:g} × the measured link"
     wire = profile.wire
-    scaled = (round(rate * factor) for rate in (wire.h2d_bytes_per_s, wire.d2h_bytes_per_s, wire.both_bytes_per_s))
+    h2d, d2h, both = (
+        round(rate * factor) for rate in (wire.h2d_bytes_per_s, wire.d2h_bytes_per_s, wire.both_bytes_per_s)
+    )
     copies = tuple(
         replace(curve, bytes_per_s=tuple(max(1, round(min(rate, rate * factor))) for rate in curve.bytes_per_s))
         for curve in profile.copies
@@ -74,7 +76,7 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
             text.replace("/s", "ps").replace(" ", ""),
             "wire rates, copies",
         ),
-        wire=Wire(*scaled, wire.slice_fixed_ns),
+        wire=Wire(h2d, d2h, both, wire.slice_fixed_ns),
         copies=copies,
     )
 
