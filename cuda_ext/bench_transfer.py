@@ -117,9 +117,14 @@ class TransferBench:
             raise
 
     @property
+    def memory(self) -> BenchMemory:
+        """The prefix that is moved, and its blocks."""
+        return self._memories[0]
+
+    @property
     def num_bytes(self) -> int:
         """Bytes of one transfer."""
-        return self._memories[0].num_bytes
+        return self.memory.num_bytes
 
     def check(self, direction: Direction, width: int | None = 1) -> None:
         """One transfer in that direction leaves the right bytes.

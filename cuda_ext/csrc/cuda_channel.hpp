@@ -1,8 +1,4 @@
-// A lane's two streams on a CUDA device: one for copy engines, one for kernels.
-//
-// Kernels have high priority: they are short, and what waits for them waits for a whole slice. Copies have the default
-// priority: a copy engine serves the highest one that has work, so that a lane that always has some would keep the
-// inference engine's own small copies, and with them its whole step, back until the last slice.
+// A lane's streams on a CUDA device: for copy engines two that take turns, and one for kernels.
 //
 //   retrieve   copy stream: object -> slot, event ─► kernel stream: slot -> blocks, count, mark
 //   store      kernel stream: blocks -> slot, event ─► copy stream: slot -> object, count, mark
@@ -10,6 +6,10 @@
 //              process's kernels would hold it up by a time slice (EVIDENCE §5)
 //
 // A slot is used again only after its window's mark was reached, so copies need not wait for scatters.
+//
+// A copy engine stays with a stream as long as that has work, whatever its priority. A lane that always has some would
+// keep the inference engine's own small copies, and with them its whole step, back until the last slice. So after
+// `turn_bytes` the other copy stream goes on, behind the first one's last copy: meanwhile the copy engine looks around.
 #pragma once
 
 #include <cuda.h>
@@ -43,7 +43,10 @@ class CudaChannel final : public Channel {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, least));
+    for (cudaStream_t& stream : copies_) {
+      LM_REQUIRE(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, least));
+    }
+    copy_ = copies_[0];
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
   }
@@ -51,7 +54,7 @@ class CudaChannel final : public Channel {
   ~CudaChannel() override {
     try {
       const Context::Scope scope(*context_);
-      cudaStreamDestroy(copy_);
+      for (const cudaStream_t stream : copies_) cudaStreamDestroy(stream);
       cudaStreamDestroy(kernel_);
       cudaEventDestroy(joint_);
       clock_.reset();
@@ -105,6 +108,7 @@ class CudaChannel final : public Channel {
  private:
   void enqueue(Window& window) {
     Transfer& transfer = *window.transfer;
+    take_turns(window.num_bytes);
     auto mark = new_mark(window.alone);
     const bool direct = window.method == LM_COPY_DIRECT_BATCH;
     const bool staged = is_staged(window.method);
@@ -128,6 +132,16 @@ class CudaChannel final : public Channel {
     if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
     window.mark = mark;
+  }
+
+  void take_turns(std::int64_t num_bytes) {
+    if (options_.turn_bytes > 0 && carried_bytes_ >= options_.turn_bytes) {
+      const cudaStream_t other = copies_[copy_ == copies_[0] ? 1 : 0];
+      join(copy_, other);
+      copy_ = other;
+      carried_bytes_ = 0;
+    }
+    carried_bytes_ += num_bytes;
   }
 
   static void wait_for_fence(const Transfer& transfer, cudaStream_t stream) {
@@ -249,7 +263,9 @@ class CudaChannel final : public Channel {
   const lm_direction direction_;
   const lm_engine_options options_;
   std::shared_ptr<Events> marks_;
-  cudaStream_t copy_ = nullptr;
+  cudaStream_t copies_[2] = {};
+  cudaStream_t copy_ = nullptr;  // whose turn it is
+  std::int64_t carried_bytes_ = 0;  // in this turn
   cudaStream_t kernel_ = nullptr;
   cudaEvent_t joint_ = nullptr;
   std::shared_ptr<DeviceClock> clock_;

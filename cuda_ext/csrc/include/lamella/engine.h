@@ -61,6 +61,7 @@ typedef struct lm_engine_options {
   int64_t staging_bytes;   /* of the ring that both lanes share; at least 4 windows */
   int64_t window_bytes;    /* of one window */
   int64_t in_flight_bytes; /* bound at the device, a lane */
+  int64_t turn_bytes;      /* copied until copies of others may come in between; 0: they wait for the lane's end */
   int32_t batch_entries;   /* most entries of one batched copy */
   int32_t kernel_ctas;     /* thread blocks of one scatter */
   int32_t avoid_kernels;   /* 1: this process must launch none where a copy can do (DESIGN D1) */
