@@ -98,7 +98,7 @@ class ConnectorSettings:
         io_threads: threads that read and write the file tier.
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
         carrier: `event` or `value`, how streams learn of landings (CUDA).
-        staging_mib, window_mib, in_flight_mb: bounds of the transfer engine, see `TransferEngine`.
+        staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
         profile: what `auto` knows of the device before it has observed any: a shipped profile, or a file that
             `lamella calibrate` wrote.
         bystander_weight: for `auto`, how much a ns for which a decoding request stands still that has loaded nothing
@@ -128,6 +128,7 @@ class ConnectorSettings:
     carrier: str = "event"
     staging_mib: int = 64
     window_mib: int = 8
+    turn_mib: int = 16
     in_flight_mb: int = 55
     profile: str = "h200-llama-3.1-8b"
     bystander_weight: float = 1.0
@@ -138,6 +139,7 @@ class ConnectorSettings:
             raise TypeError(f"use_layerwise must be true or false, got {self.use_layerwise!r}")
         for name in ("chunk_tokens", "max_loads", "io_threads", "staging_mib", "window_mib", "in_flight_mb"):
             _check_number(name, getattr(self, name), int)
+        _check_number("turn_mib", self.turn_mib, int, least=0)
         for name in ("host_pool_gib", "max_load_gib", "load_timeout_s", "wait_timeout_s"):
             _check_number(name, getattr(self, name), int | float)
         if self.file_tier_gib is not None:
