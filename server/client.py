@@ -111,7 +111,7 @@ class CacheSession:
         self._connections: list[Connection] = []
         self._connections_lock = threading.Lock()
         try:
-            self._begin(self.connection)
+            self._begin()
         except BaseException:
             self._close_sockets()
             self._mark.close()
@@ -121,14 +121,23 @@ class CacheSession:
 
     @property
     def connection(self) -> Connection:
-        """The calling thread's own."""
-        found: Connection | None = getattr(self._threads, "connection", None)
-        if found is None:
-            found = Connection(self._where, timeout_s=self._timeout_s, context=self._context)
-            self._threads.connection = found
-            with self._connections_lock:
-                self._connections.append(found)
-        return found
+        """The calling thread's own, made anew with each registration.
+
+        One that a server's end has cut would take a while to notice the next server, and be taken for its loss.
+        """
+        number = self._epoch.number if self._epoch is not None else 0
+        found: tuple[int, Connection] | None = getattr(self._threads, "found", None)
+        if found is not None and found[0] == number:
+            return found[1]
+        made = Connection(self._where, timeout_s=self._timeout_s, context=self._context)
+        self._threads.found = (number, made)
+        with self._connections_lock:
+            self._connections.append(made)
+            if found is not None and found[1] in self._connections:
+                self._connections.remove(found[1])
+        if found is not None:
+            found[1].close()
+        return made
 
     @property
     def epoch(self) -> Epoch:
@@ -300,25 +309,23 @@ class CacheSession:
             self._lost = reason
         self._woken.set()
 
-    def _begin(self, connection: Connection) -> None:
+    def _begin(self) -> None:
         bound_s = max(self._timeout_s, _REGISTER_S)
-        registered = connection.call(self._register, Registered, bound_s)
-        number = 1 if self._epoch is None else self._epoch.number + 1
-        epoch = Epoch(number, registered)
-        self._on_epoch(epoch)
-        connection.call(
-            Ping(registered.session, self._ready_slots()), Pong, bound_s
-        )  # slots are handed out from here on
+        with Connection(self._where, timeout_s=self._timeout_s, context=self._context) as connection:
+            registered = connection.call(self._register, Registered, bound_s)
+            epoch = Epoch(1 if self._epoch is None else self._epoch.number + 1, registered)
+            self._on_epoch(epoch)
+            # Slots are handed out from the first ping on.
+            connection.call(Ping(registered.session, self._ready_slots()), Pong, bound_s)
         self._epoch, self._lost = epoch, ""
 
     def _keep(self) -> None:
-        connection = self.connection
         while not self._stopping.is_set():
             try:
                 if self._lost:
-                    self._begin(connection)
+                    self._begin()
                     _log.warning("the cache server is back: registered anew")
-                pong = connection.call(Ping(self._session, self._ready_slots()), Pong)
+                pong = self.connection.call(Ping(self._session, self._ready_slots()), Pong)
                 if not pong.known:
                     self._lose("it does not know this session")
             except (ServerLostError, RefusedError, OSError, ValueError) as error:

@@ -66,8 +66,7 @@ class Connection:
         socket.linger = 0
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a server that may be another by then
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)  # ms, always: a server that is back is found at once
         if keys is not None:
             socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
                 keys.public,

@@ -30,6 +30,8 @@ from lamella.server.wire import MAX_MESSAGE_BYTES, Code
 
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.25
+_LAST_ANSWERS_NS: Final = 300_000_000
+"""A peer takes in its last answer before it sees the connection end: libzmq drops what was not read by then."""
 _BURST: Final = 64
 """Messages of one socket before the others have a turn."""
 
@@ -52,9 +54,10 @@ class CacheServer:
     ) -> None:
         self.settings = settings
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._wake_lock = threading.Lock()
+        self._wake_lock = threading.RLock()  # a signal comes between any two steps of its holder
         self._opened = contextlib.ExitStack()
         self._stop_after_ns: int | None = None
+        self._idle_since_ns: int | None = None
         with contextlib.ExitStack() as opened:
             make_folder(settings.folder)
             opened.callback(ServerLock(settings.folder).close)
@@ -141,11 +144,17 @@ class CacheServer:
     def _may_return(self) -> bool:
         if self._stop_after_ns is None:
             return False
-        if self.service.lending.is_idle:
+        now_ns = time.monotonic_ns()
+        if not self.service.lending.is_idle:
+            self._idle_since_ns = None
+        elif self._idle_since_ns is None:
+            self._idle_since_ns = now_ns
+        elif now_ns - self._idle_since_ns > _LAST_ANSWERS_NS:
             return True
-        if time.monotonic_ns() < self._stop_after_ns:
+        if now_ns < self._stop_after_ns:
             return False
-        _log.warning("stopping with transfers under way: their peers will find their leases gone")
+        if self._idle_since_ns is None:
+            _log.warning("stopping with transfers under way: their peers will find their leases gone")
         return True
 
     def _run_jobs(self) -> None:
