@@ -20,12 +20,13 @@ from lamella.cuda_ext.shared_memory import HostMemory
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import EngineLayout, ObjectLayout, TensorView, engine_layout
+from lamella.server.connection import ServerLostError
 from lamella.server.protocol import TransferSide
 from lamella.server.rank import RankCaches, RankOfEngine, Report
 from lamella.server.sequences import Locked
 from lamella.server.worker import Worker
 
-WAIT_S = 10.0
+WAIT_S = 20.0
 POISON = 0xA5
 CHUNK, BLOCK, HEADS, DIM = 8, 4, 2, 8
 
@@ -41,7 +42,8 @@ class ServerProcess:
     def start(self) -> None:
         command = [sys.executable, "-c", "from lamella.cli.main import main; main()", "serve"]
         command += ["--folder", str(self.folder), "--http", "off", *self._options]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        with open(f"{self.folder}.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
 
     def kill(self) -> None:
         """kill -9, and its end."""
@@ -161,9 +163,15 @@ def join(folder: Path, memory: RankMemory, *, rank: int = 0, num_ranks: int = 1,
     engine = options.pop("engine")
     chunk_bytes = options.pop("chunk_bytes", 0)
     until = time.monotonic() + WAIT_S
-    while not (folder / "server.sock").exists() and time.monotonic() < until:
-        time.sleep(0.01)
-    return Worker(folder, RankOfEngine(engine, memory.space, rank, num_ranks, chunk_bytes), memory.caches, **options)
+    of = RankOfEngine(engine, memory.space, rank, num_ranks, chunk_bytes)
+    while True:
+        try:
+            return Worker(folder, of, memory.caches, **options)
+        except (ServerLostError, FileNotFoundError):  # it is starting
+            if time.monotonic() > until:
+                print(Path(f"{folder}.log").read_text(encoding="utf-8")[-3000:], file=sys.stderr)
+                raise
+            time.sleep(0.02)
 
 
 def until(worker: Worker, found: Callable[[Report], bool], timeout_s: float = WAIT_S) -> list[Report]:
