@@ -202,6 +202,7 @@ class MeasuredCompute:
         self._num_layers = num_layers
         self._extrapolate = extrapolate
         self._dense: dict[int, float] = {}  # by tokens; a replay asks for the same few thousand again and again
+        self._begin = (0, 0, 0)  # batch, context, and the integral there
         self._curves = {
             batch: LinearCurve(decode.context_tokens, decode.row(batch)) for batch in range(1, decode.batch[-1] + 1)
         }
@@ -254,8 +255,9 @@ class MeasuredCompute:
             ValueError: a batch outside the table, unless extrapolating.
         """
         curve = self._curve(batch)
-        begin = math.floor(curve.integral(context_tokens / batch))
-        return math.floor(curve.integral((context_tokens + num_steps * batch) / batch)) - begin
+        if self._begin[:2] != (batch, context_tokens):  # a stretch is asked about several of its ends
+            self._begin = (batch, context_tokens, math.floor(curve.integral(context_tokens / batch)))
+        return math.floor(curve.integral((context_tokens + num_steps * batch) / batch)) - self._begin[2]
 
     def _dense_ns(self, tokens: int) -> float:
         found = self._dense.get(tokens)

@@ -179,6 +179,12 @@ class Engine(StepRunner):
             self._poll_scheduled = True
             self._clock.at(instant_ns, Phase.FORM, lambda: self._poll(away_ns))
 
+    def _poll_soon(self, away_ns: int) -> None:
+        """A step has ended: the engine polls in this instant, as the last thing that the step's end does."""
+        if not self._poll_scheduled:
+            self._poll_scheduled = True
+            self._clock.soon(Phase.FORM, lambda: self._poll(away_ns))
+
     def _poll(self, away_ns: int) -> None:
         """Submits, releases, and forms a step of what is ready; without any, the engine is idle."""
         scheduler = self._scheduler

@@ -86,6 +86,8 @@ class Scheduler:
 
     def fill_step(self) -> list[tuple[Job, Chunk]]:
         """The prefill chunks of the step that forms now; they count as taken."""
+        if not self._ready and not self._cut:
+            return []
         left = None if self._budget is None else self._budget - self.decode_batch
         taken: list[tuple[Job, Chunk]] = []
         for job in self._cut:

@@ -91,7 +91,7 @@ class StepRunner:
     def _look_soon(self) -> None:
         raise NotImplementedError
 
-    def _poll_at(self, instant_ns: int, away_ns: int) -> None:
+    def _poll_soon(self, away_ns: int) -> None:
         raise NotImplementedError
 
     def _arm_timer(self, away_ns: int) -> None:
@@ -145,9 +145,10 @@ class StepRunner:
         step = self._step
         assert step is not None, "layers advance only in a step"
         now = self._clock.now_ns
-        landing = self._scheduler.landing.values()
-        num_layers = len(step.costs)
-        ready = min((job.gate.landed_layers for job in landing if job.gate is not None), default=num_layers)
+        ready = num_layers = len(step.costs)
+        for job in self._scheduler.landing.values():
+            if job.gate is not None and job.gate.landed_layers < ready:
+                ready = job.gate.landed_layers
         if ready <= step.layer < num_layers:
             if not step.blocked:
                 step.blocked = True
@@ -212,7 +213,7 @@ class StepRunner:
         self._finish(done)
         self._step_ended = True
         self._before_ns = step.polled_ns
-        self._poll_at(now, now - step.polled_ns)
+        self._poll_soon(now - step.polled_ns)
 
     def _note_step(self, on_step: Callable[[StepRecord], object], step: RunningStep) -> None:
         stalls = [step.stalls.get(layer, (0, None)) for layer in range(len(step.costs))]
@@ -303,7 +304,7 @@ class StepRunner:
         self._finish(self._scheduler.advance_decoding(planned))
         self._step_ended = True
         self._before_ns = stretch.boundary_ns(planned - 1) if planned > 1 else stretch.polled_ns
-        self._poll_at(now, now - self._before_ns)
+        self._poll_soon(now - self._before_ns)
 
     # ---------------------------------------------------------------- jobs go
 

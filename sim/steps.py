@@ -54,7 +54,16 @@ class DecodeStretch:
     begins with the start delay.
     """
 
-    __slots__ = ("_compute", "_context_tokens", "_start_delay_ns", "batch", "num_steps", "polled_ns", "start_ns")
+    __slots__ = (
+        "_boundaries",
+        "_compute",
+        "_context_tokens",
+        "_start_delay_ns",
+        "batch",
+        "num_steps",
+        "polled_ns",
+        "start_ns",
+    )
 
     def __init__(
         self,
@@ -73,11 +82,16 @@ class DecodeStretch:
         self.start_ns = start_ns
         self.batch = batch
         self.num_steps = num_steps
+        self._boundaries: dict[int, int] = {}  # those that have been asked for; ends are asked for again
 
     def boundary_ns(self, num_steps: int) -> int:
         """When that many of its steps have run."""
-        computing_ns = self._compute.decode_ns(self.batch, self._context_tokens, num_steps)
-        return self.start_ns + num_steps * self._start_delay_ns + computing_ns
+        known = self._boundaries.get(num_steps)
+        if known is None:
+            computing_ns = self._compute.decode_ns(self.batch, self._context_tokens, num_steps)
+            known = self.start_ns + num_steps * self._start_delay_ns + computing_ns
+            self._boundaries[num_steps] = known
+        return known
 
     def next_boundary(self, instant_ns: int) -> int:
         """Steps, at least 1, that have run at the first boundary not before that instant."""
