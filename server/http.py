@@ -54,7 +54,10 @@ class StatusPages:
             def handle_error(self, request: object, client_address: object) -> None:
                 """A scraper that went away is not the server's trouble."""
 
-        self._server = Server((host, port), Handler)
+        try:
+            self._server = Server((host, port), Handler)
+        except OSError as refused:
+            raise OSError(refused.errno, f"{host}:{port} cannot be served: {refused.strerror}") from None
         self.port = self._server.server_address[1]
         self._thread = threading.Thread(target=self._server.serve_forever, name="lamella-http", daemon=True)
         self._thread.start()

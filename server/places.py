@@ -12,7 +12,7 @@ import logging
 import mmap
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final
@@ -168,8 +168,9 @@ class Places:
             )
         with self._lock:
             model = self._models.get(family)
+            leaving: tuple[Place, ...] = ()
             if model is None:
-                self._make_room()
+                leaving = self._make_room()
                 model = self._models[family] = _Model(chunk_bytes)
             if model.chunk_bytes != chunk_bytes:
                 raise ValueError(
@@ -180,21 +181,26 @@ class Places:
             if found is not None and not (found.done() and found.exception() is not None):
                 _check_same(found, layout)
                 return found
-            opening = self._opening.submit(Place, self._settings, self._registrar, plain, layout, num_slots)
+            opening = self._opening.submit(self._make, leaving, plain, layout, num_slots)
             model.places[plain.digest()] = opening
             return opening
 
-    def _make_room(self) -> None:
+    def _make(self, leaving: Sequence[Place], space: KeySpace, layout: ObjectLayout, num_slots: int) -> Place:
+        """A new place, for which others give up their memory; on a thread, since either takes long."""
+        for place in leaving:
+            _log.info("%s has no engine left; its memory goes to %s", place.label, space.model)
+            _close(place)
+        return Place(self._settings, self._registrar, space, layout, num_slots)
+
+    def _make_room(self) -> tuple[Place, ...]:
+        """The places of a model that leaves, if one must."""
         if len(self._models) < self._settings.models:
-            return
+            return ()
         for family, model in self._models.items():
             places = [future.result() for future in model.places.values() if _is_made(future)]
             if all(future.done() for future in model.places.values()) and not any(map(self._is_used, places)):
                 del self._models[family]
-                for place in places:
-                    _log.info("model %s has no engine left; its memory goes to another", place.space.model)
-                    place.close()
-                return
+                return tuple(places)
         raise ValueError(
             f"this server keeps objects of {self._settings.models} models and all of them have engines: start it with "
             f"--models {self._settings.models + 1}, or another server"
@@ -210,10 +216,14 @@ class Places:
         """Every place is closed. One of which a tier still reads is said, and goes with the process."""
         self._opening.shutdown(wait=True, cancel_futures=True)
         for place in self.all():
-            try:
-                place.close()
-            except (TimeoutError, RuntimeError) as busy:
-                _log.error("%s is not closed: %s", place.label, busy)
+            _close(place)
+
+
+def _close(place: Place) -> None:
+    try:
+        place.close()
+    except (TimeoutError, RuntimeError) as busy:
+        _log.error("%s is not closed: %s", place.label, busy)
 
 
 def _is_made(future: Future[Place]) -> bool:

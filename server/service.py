@@ -279,13 +279,11 @@ class CacheService:
         self.lending.end_parts(parts)
         if session.mover is not None:
             self._mapping.submit(_close_mover, session.mover)
-        _log.warning(
-            "engine %s: the process of %s %d is gone; %d parts it held are free",
-            session.engine,
-            session.role.value,
-            session.rank,
-            len(parts),
-        )
+        who = session.engine, session.role.value, session.rank
+        if parts:
+            _log.warning("engine %s: %s %d is gone; %d parts that it held are free", *who, len(parts))
+        else:
+            _log.info("engine %s: %s %d is gone", *who)
 
     def _is_used(self, place: Place) -> bool:
         return any(session.place is place for session in self.sessions.all()) or any(

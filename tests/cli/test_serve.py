@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,15 @@ def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(options: list[str
     assert result.exit_code == 2, result.output
     assert says in " ".join(result.output.split())
     assert not folder.exists() or not (folder / "server.sock").exists()
+
+
+def test_a_port_that_is_taken_is_said_with_its_address(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        at = f"127.0.0.1:{taken.getsockname()[1]}"
+        options = ["--folder", str(tmp_path / "serve"), "--memory", "1MiB", "--http", at]
+        result = CliRunner().invoke(build_app(), ["serve", *options])
+    assert result.exit_code == 2
+    assert f"{at} cannot be served: Address already in use" in " ".join(result.output.split())
 
 
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
