@@ -1,7 +1,8 @@
 """The logs of a run of the engine as a recording, the form that simulated runs have as well.
 
 What the host did not see is estimated, and the recording's notes say so: a slice's first byte is taken to follow the
-last byte of the slice before it on that link, and a step to end with its forward pass.
+last byte of the slice before it on that link, and a step to end with its forward
+pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from lamella.reference.timeline import Chunk
 
 NOTES: Final = (
     "the first byte of a slice is taken to follow the last byte of the slice before it on the link",
-    "a step ends when its forward pass has, as the host sees it; sampling is not in it",
+    "a step ends when its forward pass has; sampling is not in it",
 )
 
 
@@ -137,15 +138,11 @@ _Span = tuple[int, int, list[list[int]]]
 
 def _step_times(worker: Sequence[Mapping[str, Any]]) -> list[_Span | None]:
     """(begin, end, waits) of each step, as the worker saw it; None for one without a forward pass."""
-    found: list[_Span | None] = []
-    began = 0
-    for event in worker:
-        if event["event"] == "step_began":
-            began = event["began_ns"]
-            found.append(None)
-        elif event["event"] == "step_computed":
-            found[-1] = (began, event["at_ns"], event["waits"])
-    return found
+    return [
+        (event["began_ns"], event["ended_ns"], event["waits"]) if event["event"] == "step" else None
+        for event in worker
+        if event["event"] in ("step", "step_empty")
+    ]
 
 
 def _first_token(one: _Request) -> int | None:

@@ -4,19 +4,23 @@
         "kv_connector_module_path": "lamella.connector.vllm_recording", ...}'
     lamella explain slowest --trace /tmp/run
 
-It decides nothing: every call goes on to `LamellaConnector`. What it costs is a line a step and a request. Steps are
-seen from the host: on a GPU a step's end is the end of its launch, unless the engine waits for it.
+It decides nothing: every call goes on to `LamellaConnector`. What it costs is a line a step and a request, and on a GPU
+two events a layer while something is landing. There steps and waits are timed on the stream that computes, and tied to
+the host's clock once, before the first step. Waits inside a captured graph are not seen.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from lamella.connector.observations import marks_of
 from lamella.connector.run_log import SCHEDULER_LOG, RunLog, record_folder
+from lamella.connector.step_clock import StepClock, TimedStep
 from lamella.connector.step_orders import LoadOrder
 from lamella.connector.vllm import LamellaConnector, LamellaOrders
 from lamella.connector.vllm_worker import WorkerSide
@@ -29,6 +33,13 @@ class RecordingWorker(WorkerSide):
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.transfers: dict[int, tuple[LoadOrder, Transfer]] = {}
         super().__init__(*arguments, **named)
+        self.marks = marks_of(self._device)
+        mark = self.marks.mark()
+        if self._device.startswith("cuda"):
+            import torch
+
+            torch.cuda.synchronize(self._device)
+        self.clock = StepClock(self.marks, mark, time.monotonic_ns())
 
     def _submit_load(self, order: LoadOrder) -> Callable[[], Transfer]:
         submit = super()._submit_load(order)
@@ -49,11 +60,12 @@ class RecordingConnector(LamellaConnector):
         OSError: the folder cannot be written.
     """
 
+    _worker_side = RecordingWorker
+
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         folder = record_folder()
-        self._waits: list[tuple[int, int, int]] = []
-        self._began_ns = 0
+        self._steps: deque[TimedStep] = deque()
         self._seen: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
             self._log = RunLog(folder / SCHEDULER_LOG)
@@ -70,31 +82,49 @@ class RecordingConnector(LamellaConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """As `LamellaConnector`, with a worker side that keeps its transfers."""
-        if not self._refused:
-            self.worker = RecordingWorker(self.settings, self._rank_facts, kv_caches, self._rules, self._engine_options)
+        super().register_kv_caches(kv_caches)
+        if self.worker is not None:
             self._log.write("caches", num_layers=self.worker.caches.layout.num_layers)
 
     def bind_connector_metadata(self, connector_metadata: LamellaOrders) -> None:
         """A step begins."""
-        self._waits = []
-        self._began_ns = time.monotonic_ns()
+        if isinstance(self.worker, RecordingWorker):
+            self._write_computed()
+            self._steps.append(TimedStep(self.worker.marks.mark()))
         super().bind_connector_metadata(connector_metadata)
-        self._log.write("step_began", began_ns=self._began_ns)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """How long the layer was waited for, if any load could have been."""
-        gated = self.worker is not None and bool(self.worker.loads.gated)
-        began_ns = time.monotonic_ns()
+        worker = self.worker
+        layer = worker.caches.layers.get(layer_name) if worker is not None and worker.loads.gated else None
+        if layer is None or not isinstance(worker, RecordingWorker) or not self._steps:
+            super().wait_for_layer_load(layer_name)
+            return
+        begun = worker.marks.mark()
         super().wait_for_layer_load(layer_name)
-        layer = self.worker.caches.layers.get(layer_name) if gated and self.worker is not None else None
-        if layer is not None:
-            self._waits.append((layer, began_ns, time.monotonic_ns()))
+        self._steps[-1].waits.append((layer, begun, worker.marks.mark()))
 
     def wait_for_save(self) -> None:
-        """The step's forward pass has ended."""
-        self._log.write("step_computed", waits=self._waits)
+        """The step's forward pass has been launched."""
+        if isinstance(self.worker, RecordingWorker) and self._steps:
+            self._steps[-1].end = self.worker.marks.mark()
         super().wait_for_save()
         self._write_landed()
+
+    def _write_computed(self) -> None:
+        """Steps that the device has done with are written down, in order."""
+        assert isinstance(self.worker, RecordingWorker), "steps are timed where caches are"
+        while self._steps:
+            step = self._steps[0]
+            if step.end is None:
+                self._log.write("step_empty")
+            else:
+                found = self.worker.clock.resolve(step)
+                if found is None:
+                    return
+                begin_ns, waits, end_ns = found
+                self._log.write("step", began_ns=begin_ns, ended_ns=end_ns, waits=waits)
+            self._steps.popleft()
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Called in every step, also in those that compute nothing."""
@@ -104,6 +134,12 @@ class RecordingConnector(LamellaConnector):
     def shutdown(self) -> None:
         """What landed last is written down as well."""
         self._write_landed()
+        if isinstance(self.worker, RecordingWorker):
+            if self._steps and self.worker.caches and str(self.worker._device).startswith("cuda"):
+                import torch
+
+                torch.cuda.synchronize(self.worker._device)
+            self._write_computed()
         super().shutdown()
         self._log.close()
 
