@@ -51,7 +51,7 @@ GIB = 1 << 30
 MOST_GIB = 1 << 30
 ASSUMPTIONS = (
     "a prompt is in its instance's pools from the moment at which its prefill is estimated to be done",
-    "loads are submitted at the engine's next poll; stores are not simulated; KV fits",
+    "loads are submitted at the engine's next poll, and wait for room for their KV; stores are not simulated",
     "early release decodes with piecewise graphs, the others with full ones",
 )
 

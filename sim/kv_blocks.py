@@ -21,6 +21,8 @@ class KvBlocks:
     def __init__(self, capacity: int, block_tokens: int) -> None:
         self.capacity = capacity
         self.free = capacity
+        self.least_free = capacity
+        """What was free when most was held."""
         self._block_tokens = block_tokens
         self._fill = [0] * block_tokens  # decoding requests by (context when they began - step) mod block
         self._step = 0
@@ -46,6 +48,7 @@ class KvBlocks:
         more = self.blocks_for(job.prefilled_context) - job.held_blocks
         job.held_blocks += more
         self.free -= more
+        self.least_free = min(self.least_free, self.free)
         assert self.free >= 0, "blocks are given out only where there are any"
 
     def begin_decoding(self, job: Job) -> None:
@@ -90,5 +93,6 @@ class KvBlocks:
     def advance(self, num_steps: int) -> None:
         """So many decode steps have run, with all who decode in each."""
         self.free -= self.growth(num_steps)
+        self.least_free = min(self.least_free, self.free)
         self._step += num_steps
         assert self.free >= 0, "blocks are given out only where there are any"

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from lamella.sim.routing import RoutedRequest, Routing
+from lamella.sim.routing import BLOCK_TOKENS, RoutedRequest, Routing
 from lamella.sim.serving import Slo
-from lamella.sim.world import RequestRecord, World
+from lamella.sim.world import World
 
 SATURATED_STRETCH: Final = 2.0
 """With a stretch above this, requests wait longer for each other than they take."""
@@ -42,9 +42,10 @@ class ArmResult:
         loaded_bytes: what the links carried.
         stretch: mean time to first token by what it would be if each request had an idle instance to itself, loading
             chunk-major (or computing everything, in an arm that does).
-        peak_kv_tokens: most tokens that one instance held at a time.
+        peak_kv_tokens: most tokens that one instance's blocks held at a time, loads on their way included.
         slo_met: share of the requests that met the SLO; 1 without one.
         goodput_per_s: requests that met it over the time up to the last token of all.
+        preemptions: how often a request lost its blocks to others and began again.
     """
 
     arm: str
@@ -61,6 +62,7 @@ class ArmResult:
     peak_kv_tokens: int
     slo_met: float = 1.0
     goodput_per_s: float = 0.0
+    preemptions: int = 0
 
     @property
     def saturated(self) -> bool:
@@ -80,7 +82,8 @@ class Tally:
         self._estimate_ns = alone_ns
         self._slo = slo or Slo()
         self._times: dict[str, list[int]] = {name: [] for name in ("ttft", "ttft_of_hits", "tpot", "latency")}
-        self._sums = dict.fromkeys(("busy_ns", "stall_ns", "link_ns", "instance_ns", "alone_ns", "bytes", "met"), 0)
+        summed = ("busy_ns", "stall_ns", "link_ns", "instance_ns", "alone_ns", "bytes", "met", "preemptions")
+        self._sums = dict.fromkeys(summed, 0)
         self._most = dict.fromkeys(("peak_tokens", "last_ns"), 0)
 
     def add(self, world: World, requests: Sequence[RoutedRequest]) -> None:
@@ -104,6 +107,7 @@ class Tally:
             times["latency"].append(record.end_ns - record.arrival_ns)
             sums["alone_ns"] += self._estimate_ns(request)
             sums["met"] += self._slo.met(record)
+            sums["preemptions"] += record.preemptions
         last_ns = max((record.end_ns for record in records), default=0)
         sums["busy_ns"] += world.busy_ns
         sums["stall_ns"] += world.stall_ns
@@ -111,7 +115,8 @@ class Tally:
         sums["bytes"] += world.link.carried_bytes
         sums["instance_ns"] += last_ns
         self._note_most("last_ns", last_ns)
-        self._note_most("peak_tokens", _peak_tokens(records))
+        if world.blocks is not None:
+            self._note_most("peak_tokens", (world.blocks.capacity - world.blocks.least_free) * BLOCK_TOKENS)
 
     def _note_most(self, name: str, value: int) -> None:
         self._most[name] = max(self._most[name], value)
@@ -153,6 +158,7 @@ class Tally:
             self._most["peak_tokens"],
             sums["met"] / max(1, count),
             sums["met"] / max(1, self._most["last_ns"]) * 1e9,
+            sums["preemptions"],
         )
 
 
@@ -167,19 +173,6 @@ def quantiles(times_ns: Sequence[int]) -> Quantiles:
     ranked = sorted(times_ns)
     at = [ranked[-(-len(ranked) * percent // 100) - 1] for percent in (50, 90, 99)]
     return Quantiles(sum(ranked) // len(ranked), *at)
-
-
-def _peak_tokens(records: Sequence[RequestRecord]) -> int:
-    """The most tokens of KV held at an instant, counting each request whole from its submission to its end."""
-    changes: list[tuple[int, int]] = []
-    for record in records:
-        tokens = record.cached_tokens + record.new_tokens + record.output_tokens
-        changes += [(record.submitted_ns, tokens), (record.end_ns, -tokens)]
-    held = peak = 0
-    for _, change in sorted(changes):
-        held += change
-        peak = max(peak, held)
-    return peak
 
 
 def judge(baseline: ArmResult, candidates: Sequence[ArmResult]) -> str:
@@ -228,11 +221,10 @@ def remarks(routing: Routing, arms: Sequence[ArmResult], kv_capacity_tokens: int
                 f"{arm.arm} is saturated: the mean time to first token is {arm.stretch:.1f} times that of idle "
                 f"instances, so it is mostly queueing; give it more instances or a lower rate."
             )
-        if arm.peak_kv_tokens > kv_capacity_tokens:
+        if arm.preemptions:
             said.append(
-                f"{arm.arm} would hold {arm.peak_kv_tokens:,} tokens of KV on one GPU, which has room for "
-                f"{kv_capacity_tokens:,}: a real engine would hold requests back or preempt them, so it is shown too "
-                f"well."
+                f"{arm.arm} ran out of room for KV ({kv_capacity_tokens:,} tokens on one GPU): requests lost their "
+                f"blocks {arm.preemptions:,} times and began again, in its figures too."
             )
     if routing.excluded:
         count = len(routing.excluded)

@@ -17,7 +17,7 @@ from lamella.reference.timeline import NOTHING_TO_LOAD, Load
 from lamella.sim.outcome import ArmResult, Tally, judge
 from lamella.sim.parallel import Running, run_cells
 from lamella.sim.request_table import request_rows
-from lamella.sim.routing import RoutedRequest, Routing
+from lamella.sim.routing import BLOCK_TOKENS, RoutedRequest, Routing
 from lamella.sim.scheduler import Request
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
@@ -210,7 +210,7 @@ class _Loader:
             device.compute(strategy),
             strategy.order,
             strategy.release,
-            device.settings(),
+            replace(device.settings(), kv_blocks=device.profile.engine.kv_capacity_tokens // BLOCK_TOKENS),
             on_finish=on_finish,
             keep_steps=keep,
             keep_slices=keep,

@@ -51,7 +51,7 @@ class RoutedRequest(NamedTuple):
 
 
 class ExcludedRequest(NamedTuple):
-    """A request that is not simulated, because the profile was not measured there."""
+    """A request that is not simulated, because the profile was not measured there, or because it never fits."""
 
     position: int
     input_tokens: int
@@ -64,7 +64,7 @@ class Routing:
 
     Attributes:
         num_instances: how many serve it.
-        requests: those inside the profile's domain, by arrival.
+        requests: those inside the profile's domain that fit into an engine, by arrival.
         excluded: the others.
         span_ns: from the first arrival to the last.
         gpu_load: estimated busy share of an instance's GPU, instances taken together.
@@ -129,7 +129,9 @@ def route(trace: Sequence[TraceRequest], device: Device, num_instances: int, siz
         while filling and filling[0][0] <= now:
             _, number, chunks = heapq.heappop(filling)
             instances[number].insert(chunks)
-        if not profile.covers(0, request.input_tokens, request.output_tokens):
+        room = profile.engine.kv_capacity_tokens // BLOCK_TOKENS * BLOCK_TOKENS
+        fits = request.input_tokens + request.output_tokens <= room
+        if not fits or not profile.covers(0, request.input_tokens, request.output_tokens):
             excluded.append(ExcludedRequest(position, request.input_tokens, request.output_tokens))
             continue
         chunks = request.whole_chunks

@@ -117,20 +117,21 @@ class Scheduler:
         """
         if not self._admits:
             return None
-        starved = False
-        for entry in sorted(self._ready):
-            job = entry[1]
-            if not job.held_blocks:
-                starved = starved or (self.queued_before is not None and entry[0] > self.queued_before)
-                if starved or not blocks.has_room_for(job):
-                    starved = True
-                    continue
-            blocks.hold(job)
+        before = self.queued_before
+        first = self._ready[0]
+        if first[1].held_blocks or ((before is None or first[0] < before) and blocks.has_room_for(first[1])):
+            chosen = heapq.heappop(self._ready)[1]
+        else:
+            holding = [entry for entry in self._ready if entry[1].held_blocks]
+            if not holding:
+                return None
+            entry = min(holding)
+            chosen = entry[1]
             self._ready.remove(entry)
             heapq.heapify(self._ready)
-            self._running[job.sequence] = job
-            return job
-        return None
+        blocks.hold(chosen)
+        self._running[chosen.sequence] = chosen
+        return chosen
 
     def may_hold(self, job: Job) -> bool:
         """Whether a load may be submitted: its prompt has room, and no earlier request waits for that room."""

@@ -229,9 +229,18 @@ def test_a_saturated_arm_is_called_queueing() -> None:
     assert said.startswith("slow is saturated: the mean time to first token is 3.0 times that of idle instances")
 
 
-def test_more_kv_than_there_is_room_for_is_said() -> None:
-    (said,) = remarks(small_routing(), [BASE], kv_capacity_tokens=99)
-    assert "would hold 100 tokens of KV on one GPU, which has room for 99" in said
+def test_lost_blocks_are_said_and_counted() -> None:
+    small = Device(replace(DEVICE.profile, engine=replace(DEVICE.profile.engine, kv_capacity_tokens=20_000)))
+    trace = scale_rate(generate_conversations(0, 30), 1000)
+    routing = route(trace, small, 1, PLENTY)
+    assert len(routing.requests) + len(routing.excluded) == len(trace)
+    assert routing.excluded, "a conversation of more tokens than there is room for is left out"
+    pressed = run_arm(FIFO_FIRST, routing, small)
+    assert pressed.num_requests == len(routing.requests)
+    assert pressed.preemptions > 0
+    assert pressed.peak_kv_tokens <= 20_000
+    (said,) = remarks(small_routing(), [replace(BASE, preemptions=7)], kv_capacity_tokens=99)
+    assert said.startswith("chunk-major ran out of room for KV (99 tokens on one GPU): requests lost their blocks 7 ")
 
 
 def test_requests_outside_the_profile_are_said() -> None:
