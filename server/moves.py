@@ -58,11 +58,13 @@ class LeasedStore(StoreOrder):
     Attributes:
         lease: of the allocation.
         epoch: registration whose slots these are.
+        rank: whose slots.
         (others): as `StoreOrder`; `slots` are this rank's.
     """
 
     lease: int
     epoch: int
+    rank: int
 
 
 class Line:

@@ -12,8 +12,7 @@ from lamella.server.client import CacheSession
 from lamella.server.connection import ServerLostError
 from lamella.server.frames import RefusedError
 from lamella.server.moves import LeasedStore
-from lamella.server.protocol import Found, Stored
-from lamella.server.wire import EVERY_RANK
+from lamella.server.protocol import Found
 
 _log = logging.getLogger(__name__)
 
@@ -57,56 +56,49 @@ def allocate(
         keys: of chunks `first_chunk`, `first_chunk + 1`, ...
         blocks: block tables of the sequence from its first token on.
         chunk_tokens: of a full chunk.
-        rank: whose slots the orders name; the lease has a part for every rank.
+        rank: for whom; `EVERY_RANK`: an order for each rank that is in the answer, each under the same lease.
         take_number: a number for each order.
     """
     if not keys:
         return []
     try:
-        stored = session.allocate(keys, first_chunk=first_chunk, rank=EVERY_RANK)
+        stored = session.allocate(keys, first_chunk=first_chunk, rank=rank)
         epoch = session.epoch.number
-        runs = _runs(chunks_of(stored, rank))
+        runs = _runs(stored.places[0].chunks if stored.places else ())
+        answers = [stored]
         if len(runs) > 1:  # a lease is committed as a whole, so each run needs its own
-            session.abort(stored.lease, EVERY_RANK)
-            stored_runs = [
-                session.allocate(keys[run[0] - first_chunk : run[-1] + 1 - first_chunk], first_chunk=run[0])
+            session.abort(stored.lease, rank)
+            answers = [
+                session.allocate(keys[run[0] - first_chunk : run[-1] + 1 - first_chunk], first_chunk=run[0], rank=rank)
                 for run in runs
             ]
-        else:
-            stored_runs = [stored]
     except (ServerLostError, RefusedError) as error:
         _log.warning("request %s is not stored: %s", request, error)
         return []
     orders = []
-    for one in stored_runs:
-        places = next((place for place in one.places if place.rank == rank), None)
-        if not one.lease or places is None:
+    for one in answers:
+        if any(len(_runs(places.chunks)) != 1 for places in one.places):  # others stored between the two calls
+            session.abort(one.lease, rank)
             continue
-        if len(_runs(places.chunks)) != 1:  # others stored between the two calls
-            session.abort(one.lease, EVERY_RANK)
-            continue
-        first, end = places.chunks[0], places.chunks[-1] + 1
-        last = keys[end - 1 - first_chunk].num_tokens
-        orders.append(
-            LeasedStore(
-                take_number(),
-                request,
-                places.slots,
-                first,
-                blocks,
-                (end - 1) * chunk_tokens + last,
-                first * chunk_tokens,
-                tuple(keys[first - first_chunk : end - first_chunk]),
-                lease=one.lease,
-                epoch=epoch,
+        for places in one.places:
+            first, end = places.chunks[0], places.chunks[-1] + 1
+            last = keys[end - 1 - first_chunk].num_tokens
+            orders.append(
+                LeasedStore(
+                    take_number(),
+                    request,
+                    places.slots,
+                    first,
+                    blocks,
+                    (end - 1) * chunk_tokens + last,
+                    first * chunk_tokens,
+                    tuple(keys[first - first_chunk : end - first_chunk]),
+                    lease=one.lease,
+                    epoch=epoch,
+                    rank=places.rank,
+                )
             )
-        )
     return orders
-
-
-def chunks_of(stored: Stored, rank: int) -> Sequence[int]:
-    """Chunks that one rank was given slots for."""
-    return next((place.chunks for place in stored.places if place.rank == rank), ())
 
 
 def _runs(chunks: Sequence[int]) -> list[list[int]]:

@@ -15,6 +15,7 @@ from typing import Final
 
 import lamella
 from lamella.cuda_ext.registration import LockRegistrar, NoRegistrar
+from lamella.cuda_ext.shared_memory import reclaim_stale
 from lamella.reference.layout import ObjectLayout
 from lamella.server.endpoint import is_alive
 from lamella.server.frames import RefusedError
@@ -277,8 +278,7 @@ class CacheService:
         self.metrics.reaped_sessions.inc()
         self.metrics.reaped_parts.inc(len(parts))
         self.lending.end_parts(parts)
-        if session.mover is not None:
-            self._mapping.submit(_close_mover, session.mover)
+        self._mapping.submit(_forget_process, session.mover)
         who = session.engine, session.role.value, session.rank
         if parts:
             _log.warning("engine %s: %s %d is gone; %d parts that it held are free", *who, len(parts))
@@ -329,3 +329,11 @@ def _close_mover(mover: Mover) -> None:
         mover.close()
     except (TimeoutError, OSError, RuntimeError):
         _log.exception("a rank's caches could not be closed")
+
+
+def _forget_process(mover: Mover | None) -> None:
+    """What a process that is gone had shared is unmapped here, and its names are removed: nobody else would."""
+    if mover is not None:
+        _close_mover(mover)
+    for path in reclaim_stale():
+        _log.info("%s was left behind and is removed", path)

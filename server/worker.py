@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -212,8 +213,7 @@ class Worker:
             epoch = self.session.epoch
         except ServerLostError:
             return Locked(found, 0, 0, first_wanted)
-        lease_ns = int(epoch.registered.lease_s * 1e9)
-        return Locked(found, epoch.number, before_ns + lease_ns, first_wanted)
+        return Locked(found, epoch.number, before_ns + int(epoch.registered.lease_s * 1e9), first_wanted)
 
     def give_back(self, locked: Locked) -> None:
         """What was looked up will not be retrieved, on any rank."""
@@ -264,7 +264,6 @@ class Worker:
 
     def begin_load(self, order: LeasedLoad) -> None:
         """As `retrieve`, of an order that a scheduler made."""
-        self._next = max(self._next, order.number + 1)
         self.metrics.count("loads")
         self.loads.begin(order, time.monotonic_ns())
 
@@ -293,17 +292,11 @@ class Worker:
             num_tokens, num_decoding: of the batch; no tokens: no forward pass.
             held_blocks, rewritten_blocks: as in `StepOrders`.
         """
-        self.loads.begin_step(
-            StepOrders(
-                num_tokens=num_tokens,
-                num_decoding=num_decoding,
-                held_blocks=held_blocks,
-                rewritten_blocks=rewritten_blocks,
-            )
-        )
+        orders = StepOrders(num_tokens=num_tokens, num_decoding=num_decoding)
+        self.loads.begin_step(replace(orders, held_blocks=held_blocks, rewritten_blocks=rewritten_blocks))
 
     def wait_layer(self, layer: int) -> None:
-        """Work given to the stream from now on reads the layer right, or `errors` names the blocks in this step."""
+        """Work given to the stream from now on reads the layer right, or `errors` names its blocks in this step."""
         if self.loads.gated:
             self.loads.wait_layer(layer)
 
@@ -322,20 +315,24 @@ class Worker:
     # ---- stores
 
     def store(self, request: str, keys: Sequence[ChunkKey], blocks: BlockTables, first_chunk: int = 0) -> list[int]:
-        """What of `keys` is not there yet leaves when `step_computed` is called; numbers of the stores begun.
-
-        Fewer leave where the server has no room or is lost: a store that does not happen costs a miss later.
+        """What of `keys` this rank has not stored leaves at `step_computed`, where there is room; numbers of stores.
 
         Args:
             request: whose.
             keys: of chunks `first_chunk`, `first_chunk + 1`, ..., in rank 0's key space; whole in their blocks by then.
             blocks: block tables of the sequence from its first token on.
         """
-        size = self._caches.layout.chunk_tokens
-        orders = allocate(self.session, request, keys, blocks, first_chunk, size, self.rank, self._take_number)
+        orders = self.allocate(request, keys, blocks, first_chunk, self.rank)
         for order in orders:
             self.begin_store(order)
         return [order.number for order in orders]
+
+    def allocate(
+        self, request: str, keys: Sequence[ChunkKey], blocks: BlockTables, first_chunk: int, rank: int = EVERY_RANK
+    ) -> list[LeasedStore]:
+        """Orders for every rank, or one, to be begun there by `begin_store`; as `lamella.server.sequences.allocate`."""
+        size = self._caches.layout.chunk_tokens
+        return allocate(self.session, request, keys, blocks, first_chunk, size, rank, self._take_number)
 
     def begin_store(self, order: LeasedStore) -> None:
         """As `store`, of an order that a scheduler made."""

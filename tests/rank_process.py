@@ -157,9 +157,19 @@ class Rank:
         return self.worker.retrieve(request, self.locked.pop(number), (tuple(table),), num_chunks * CHUNK)
 
     def grant(self, windows: int) -> Any:
-        if self.paced:
-            assert self.worker.engine is not None
-            self.worker.engine.grant(Direction.RETRIEVE, windows)
+        """So many windows may move; `GRANTED`: as many as there are, one by one, so that none is left for later."""
+        if not self.paced:
+            return
+        engine = self.worker.engine
+        assert engine is not None
+        if windows < GRANTED:
+            engine.grant(Direction.RETRIEVE, windows)
+            return
+        for _ in range(500):
+            if not engine.lane(Direction.RETRIEVE).live_transfers:
+                return
+            engine.grant(Direction.RETRIEVE, 1)
+            time.sleep(0.0003)
 
     def abort(self, number: int) -> Any:
         self.worker.abort(number)
