@@ -78,7 +78,6 @@ class AutoChoice:
             facts.token_bytes,
             facts.token_budget,
             settings.bystander_weight,
-            settings.tpot_weight,
         )
         single = len(facts.block_tokens) == 1
         self._can = Abilities(early=single, sync=single)
@@ -93,6 +92,8 @@ class AutoChoice:
         self._readers: set[str] = set()  # their hit was loaded
         self._decoding: set[str] = set()
         self._cut: dict[str, tuple[int, int]] = {}  # prefills under way: (context, tokens left)
+        self._began: dict[str, int] = {}  # the last load ordered when they began
+        self._last_number = -1
         self._joining_ns: dict[str, int] = {}  # chosen since the last step, to be computed in the next one
         self._made_ns = clock_ns()
         self._step_ns = self._policy.step_ns([(0, 1)])
@@ -163,7 +164,7 @@ class AutoChoice:
         decision = self._chosen.pop(name)
         self._count(name, decision)
         self._ledger.began(number, self._clock_ns(), decision.load_ns, decision.prefill_ns)
-        self._numbers[name] = number
+        self._numbers[name] = self._last_number = number
         self._readers.add(name)
         return LoadPlan(decision.chosen.width, decision.release, decision.compute_ns, decision.load_ns)
 
@@ -191,7 +192,7 @@ class AutoChoice:
 
     def forget(self, name: str) -> None:
         """The request is gone."""
-        for book in (self._chosen, self._numbers, self._cut, self._joining_ns):
+        for book in (self._chosen, self._numbers, self._cut, self._began, self._joining_ns):
             book.pop(name, None)
         self._readers.discard(name)
         self._decoding.discard(name)
@@ -216,19 +217,27 @@ class AutoChoice:
                 prefills.append((one.computed, one.new))
             if left > 0:
                 self._cut[one.request] = (one.end, left)
+                self._began.setdefault(one.request, self._last_number)
                 self._decoding.discard(one.request)
             else:
                 self._cut.pop(one.request, None)
+                self._began.pop(one.request, None)
                 self._decoding.add(one.request)
         self._made_ns = now_ns
         self._step_is_empty = not batch
         self._step_is_decode = not prefills
         self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
         bystanders = len(self._decoding - self._readers)
-        price = self._policy.stall_price(bystanders, len(self._decoding) - bystanders, len(self._cut), 0)
+        price = self._policy.stall_price(bystanders, len(self._decoding) - bystanders, len(self._cut))
         taken = sum(left for _, left in self._cut.values()) + len(self._decoding)
         budget = self._facts.token_budget
-        return StepWeights(price, budget is not None and taken >= budget, self._step_expected_ns)
+        return StepWeights(
+            price,
+            budget is not None and taken >= budget,
+            tuple(self._began.values()),
+            self._policy.step_fixed_ns(self.correction),
+            self._step_expected_ns,
+        )
 
     def observed(self, observed: Observed) -> None:
         """The workers' measurements correct the profile."""

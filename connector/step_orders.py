@@ -39,11 +39,15 @@ class StepWeights:
     Attributes:
         price: what a stall of the next step costs others; its `busy_ns` is the worker's to fill in.
         full: whether the next step has no room for anybody who is released now.
+        prefills: of each prefill that goes on in the next step, the last load that had been ordered when it began.
+        step_fixed_ns: what a step costs besides its tokens.
         expected_ns: the profile's time of this step; 0: not to be measured.
     """
 
     price: StallPrice
     full: bool
+    prefills: tuple[int, ...]
+    step_fixed_ns: int
     expected_ns: int
 
 

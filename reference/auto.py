@@ -17,7 +17,8 @@ profile is a `Correction`, which observations turn into the next one.
 
 Contracts:
 
-- AUTO-1 the chosen arm's cost is the least of all arms the engine can do, but for `TIE`, within which the simpler wins.
+- AUTO-1 the chosen arm's cost is the least of all arms the engine can do, but for `TIE`, within which the first of
+  `Arm` is taken.
 - AUTO-2 same arguments, same answer.
 - AUTO-3 a correction moves towards what is observed, never beyond it, and stays within `CORRECTION_RANGE`.
 """
@@ -36,6 +37,9 @@ from lamella.reference.tables import PrefillTable
 
 TIE: Final = 0.003
 """Costs this close are equal; then the arm that comes first in `Arm`'s order is taken."""
+BYSTANDER_WEIGHT: Final = 0.3
+"""Below it decoding requests pay visibly for others' first tokens; above it first tokens come later than chunk-major's
+in some regimes. Source: tests/sim/test_auto_grid.py draws the line."""
 
 
 class AutoPolicy:
@@ -46,10 +50,9 @@ class AutoPolicy:
         num_layers: of the served model; None for the profile's.
         token_bytes: KV bytes of a token over all layers, on one rank; None for the profile's.
         token_budget: most tokens in a step; None for the profile's.
-        bystander_weight: what a ns counts for which a decoding request stands still that has loaded nothing itself,
-            against a ns of time to first token.
-        tpot_weight: the same for a decoding request whose own hit was loaded. 0 lets the readers of the cache pay with
-            later tokens for each other's early first ones, which leaves their whole answers as early as before.
+        bystander_weight: what a ns counts for which a decoding request stands still, against a ns of time to first
+            token. Those whose own hit was loaded come back to the link when they are done: a stall costs them nothing
+            while the link is busy with others, since they would only queue there the earlier.
 
     Raises:
         ValueError: a count below 1, or a weight below 0.
@@ -61,8 +64,7 @@ class AutoPolicy:
         num_layers: int | None = None,
         token_bytes: int | None = None,
         token_budget: int | None = None,
-        bystander_weight: float = 1.0,
-        tpot_weight: float = 1.0,
+        bystander_weight: float = BYSTANDER_WEIGHT,
     ) -> None:
         self._prefill: PrefillTable = profile.prefill
         self._compute = profile.compute(Graphs.PIECEWISE, extrapolate=True)
@@ -78,10 +80,9 @@ class AutoPolicy:
         self.slice_ns = profile.wire.slice_fixed_ns
         """What each slice costs on the link besides its bytes."""
         self._poll_ns = profile.engine.idle_poll_ns
-        for name, weight in (("bystander_weight", bystander_weight), ("tpot_weight", tpot_weight)):
-            if not 0 <= weight < math.inf:
-                raise ValueError(f"{name} must be at least 0 and finite, got {weight}")
-        self._bystander_weight, self._tpot_weight = bystander_weight, tpot_weight
+        if not 0 <= bystander_weight < math.inf:
+            raise ValueError(f"bystander_weight must be at least 0 and finite, got {bystander_weight}")
+        self._weight = bystander_weight
         self._schedules = _schedules(self.num_layers)
 
     # ---- times
@@ -112,9 +113,13 @@ class AutoPolicy:
 
     # ---- the choice
 
-    def stall_price(self, bystanders: int, readers: int, prefills: int, busy_ns: int) -> StallPrice:
-        """What a stall costs others."""
-        return StallPrice(self._bystander_weight * bystanders + prefills, self._tpot_weight * readers, busy_ns)
+    def step_fixed_ns(self, correction: Correction) -> int:
+        """What a step costs besides its tokens."""
+        return round(self._prefill.alone_ns(0, 1) * correction.steps)
+
+    def stall_price(self, bystanders: int, readers: int, prefills: int) -> StallPrice:
+        """What a stall costs others; how long the link is busy, and readers are away, is the caller's to fill in."""
+        return StallPrice(self._weight * bystanders + prefills, self._weight * readers)
 
     def choose(self, view: AutoView, correction: Correction, can: Abilities) -> Decision:
         """The arm whose cost is least (AUTO-1).
@@ -138,17 +143,18 @@ class AutoPolicy:
         ahead = _chain(free_ns, view.waiting)  # when each of those that wait is done, if nothing joins
         behind_ns = ahead[-1] if ahead else free_ns
         look_ns = (self._poll_ns if view.idle and not view.decoding else view.step_ns) // 2
-        hurt = self._bystander_weight * view.bystanders + self._tpot_weight * (view.decoding - view.bystanders)
+        hurt = self._weight * view.decoding
         wire_ns = self.wire_ns(view.load_tokens) * correction.wire
         whole_ns = view.link_wait_ns + round(wire_ns) + self.slice_ns
         least = min(can.least_width, self.num_layers)
 
-        ttft = max(whole_ns + look_ns, behind_ns) + prefill_ns
-        found = [Prediction(Arm.CHUNK_MAJOR, self.num_layers, ttft, round(ttft + hurt * prefill_ns))]
+        found: list[Prediction] = []
         if can.early and least < self.num_layers:
             found.append(self._early(view, wire_ns, first_ns, prefill_ns, behind_ns, look_ns, hurt, least))
         if can.sync and least < self.num_layers:
             found.append(self._sync(view, wire_ns, first_ns, prefill_ns, ahead, hurt, least))
+        ttft = max(whole_ns + look_ns, behind_ns) + prefill_ns
+        found.append(Prediction(Arm.CHUNK_MAJOR, self.num_layers, ttft, round(ttft + hurt * prefill_ns)))
         found.append(self._off(view, correction, ahead, hurt))
         bound = min(one.cost_ns for one in found) * (1 + TIE)
         chosen = next(one for one in found if one.cost_ns <= bound)
@@ -206,7 +212,8 @@ class AutoPolicy:
         _, again_ns = self.prefill_ns(held, view.load_tokens + view.new_tokens, correction)
         ttft = view.engine_wait_ns + view.queued_ns + again_ns
         others_ns = _delay(ttft, view.waiting, ahead)
-        return Prediction(Arm.OFF, self.num_layers, ttft, round(ttft + others_ns + hurt * again_ns))
+        again_hurts = max(hurt, float(view.decoding))  # nobody gets back what computing again takes
+        return Prediction(Arm.OFF, self.num_layers, ttft, round(ttft + others_ns + again_hurts * again_ns))
 
     def _best_width(
         self, wire_ns: float, first_ns: int, start_ns: int, look_ns: int | None, least: int, company: int

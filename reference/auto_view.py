@@ -10,14 +10,14 @@ from lamella.reference.release import ReleasePolicy
 
 
 class Arm(Enum):
-    """The ways of a hit, the simplest first."""
+    """The ways of a hit; of equal ones the first is taken."""
 
-    CHUNK_MAJOR = "chunk_major"
-    """Parked, loaded as whole objects, released when all has landed."""
     EARLY = "early"
     """Parked, loaded slice by slice, released while the rest is on the wire."""
     SYNC = "sync"
     """In the next step at once; each layer waits for its slice."""
+    CHUNK_MAJOR = "chunk_major"
+    """Parked, loaded as whole objects, released when all has landed."""
     OFF = "off"
     """Not loaded: computed again."""
 

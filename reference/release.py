@@ -20,13 +20,15 @@ class StallPrice(NamedTuple):
 
     Attributes:
         others: those who gain nothing by the link being busy.
-        readers: those who come back to the link when they are done: the first `busy_ns` of a stall cost them nothing.
-        busy_ns: how long the link has other loads to carry.
+        readers: those who come back to the link when they are done.
+        busy_ns: how long the link has other loads to carry. A stall of half of that costs readers nothing: they would
+            only queue there the earlier. Source: the closed loops of tests/sim/test_auto_grid.py, in which all of it
+            cost throughput and none of it cost time to first token.
     """
 
     others: float
-    readers: float
-    busy_ns: int
+    readers: float = 0.0
+    busy_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +178,9 @@ class JustInTime:
 class WeighedRelease:
     """Released at the poll from which waiting for another would cost more than the stall.
 
-    Released s ns too early, the next step stands still for s, which costs others `hurt * s`; released a poll later, the
-    request starts `step_ns - s` too late. With nobody to hurt, a stall is only the request's own waiting, so it is
-    released with its first layer.
+    Released s ns too early, the next step stands still for s, which costs others `price * s`; released a poll later,
+    the request starts `step_ns - s` too late. So s is tolerated up to `step_ns / (1 + price)`. With nobody to hurt, a
+    stall is only the request's own waiting, and it is released with its first layer.
     """
 
     needs_forecast: ClassVar[bool] = True
@@ -190,18 +192,33 @@ class WeighedRelease:
 
     def release_ns(self, view: ReleaseView) -> int:
         """The stall-free instant less the stall worth taking, but not before the first layer lands."""
-        others, readers, busy_ns = view.stall or StallPrice(view.victims, 0, 0)
+        others, readers, busy_ns = view.stall or StallPrice(view.victims)
         if others == readers == 0:
             return view.arrival_ns[0]
+        free_ns = busy_ns / 2  # as far as this goes, readers lose nothing
         worth_ns = view.step_ns / (1 + others)
-        if worth_ns > busy_ns or others == 0:
-            worth_ns = (view.step_ns + readers * busy_ns) / (1 + others + readers)
-            if others == 0:
-                worth_ns = max(worth_ns, busy_ns)
+        if worth_ns > free_ns:
+            worth_ns = (view.step_ns + readers * free_ns) / (1 + others + readers)
+        if others == 0:
+            worth_ns = max(worth_ns, free_ns)  # so far nobody is hurt
         return JustInTime(int(worth_ns)).release_ns(view)
 
     def __str__(self) -> str:
         return "weighed"
+
+
+def waits_its_turn(compute_ns: int, prefills: int, behind: int, step_fixed_ns: int) -> bool:
+    """Whether a request that may run had better join the next step but one.
+
+    Prefills that share a step end together: joining makes each of the `prefills` of the next step later by this one's
+    `compute_ns`. A step of its own costs it, and those that wait behind it, what every step costs besides its tokens.
+
+    >>> waits_its_turn(27_000_000, prefills=1, behind=2, step_fixed_ns=5_500_000)
+    True
+    >>> waits_its_turn(3_000_000, prefills=1, behind=2, step_fixed_ns=5_500_000)
+    False
+    """
+    return prefills * compute_ns > (1 + behind) * step_fixed_ns
 
 
 _FORMS: Final = "whole, first, first:K (layers), jit, jit:Nms (stall tolerated), jit:step, weighed"

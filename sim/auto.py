@@ -9,7 +9,7 @@ from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction
-from lamella.reference.release import StallPrice
+from lamella.reference.release import StallPrice, waits_its_turn
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
 from lamella.sim.engine import Engine
@@ -102,17 +102,29 @@ class AutoEngine(Engine):
             bystanders,
             self._scheduler.decode_batch - bystanders,
             len(self._scheduler.unfinished()),
-            self._ledger.behind_ns(job.sequence, self._clock.now_ns),
-        )
+        )._replace(busy_ns=self._ledger.behind_ns(job.sequence, self._clock.now_ns))
 
     def _bystanders(self) -> int:
         return sum(not job.request.load.slice_layers for job in self._scheduler.decoding())
 
     def _release_instants(self, away_ns: int) -> list[tuple[Job, int]]:
-        budget = self._settings.token_budget
-        taken = sum(tokens for _, tokens in self._scheduler.unfinished()) + self._scheduler.decode_batch
+        """As the release says; but one after another, where sharing a step would cost more."""
+        scheduler, budget, now = self._scheduler, self._settings.token_budget, self._clock.now_ns
+        unfinished = scheduler.unfinished()
+        taken = sum(tokens for _, tokens in unfinished) + scheduler.decode_batch
         full = budget is not None and taken >= budget  # released or not, nobody else is in the next step
-        return super()._release_instants(0 if full else away_ns)
+        found = super()._release_instants(0 if full else away_ns)
+        prefills, fixed_ns = len(unfinished), self._policy.step_fixed_ns(self.correction)
+        instants: list[tuple[Job, int]] = []
+        for index, (job, instant_ns) in enumerate(found):
+            held = False
+            if instant_ns <= now:
+                tokens = scheduler.first_chunk_tokens(job)
+                compute_ns, _ = self._policy.prefill_ns(job.request.cached_tokens, tokens, self.correction)
+                held = waits_its_turn(compute_ns, prefills, len(found) - index - 1, fixed_ns)
+                prefills += not held
+            instants.append((job, now + 1 if held else instant_ns))
+        return instants
 
     # ---- what is observed
 

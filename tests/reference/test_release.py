@@ -75,19 +75,19 @@ def test_more_victims_make_the_weighed_release_later() -> None:
 
 
 def test_a_weighed_release_takes_no_heed_where_it_hurts_nobody() -> None:
-    view = ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, victims=3, stall=StallPrice(0, 0, 0))
+    view = ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, victims=3, stall=StallPrice(0))
     assert WeighedRelease().release_ns(view) == 10
 
 
 def test_what_a_stall_costs_others_makes_a_weighed_release_later() -> None:
     # The stall-free instant is 88. A stall of s costs others s * price and saves the request 40 - s.
-    prices = [StallPrice(1, 0, 0), StallPrice(3, 0, 0), StallPrice(1, 2, 0), StallPrice(0, 3, 0)]
+    prices = [StallPrice(1), StallPrice(3), StallPrice(1, 2), StallPrice(0, 3)]
     views = [ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, stall=price) for price in prices]
     assert [WeighedRelease().release_ns(view) for view in views] == [68, 78, 78, 78]
 
 
-def test_readers_lose_nothing_by_a_stall_in_which_the_link_is_busy_with_others() -> None:
-    busy = [0, 20, 60, 78]
+def test_readers_lose_nothing_by_a_stall_of_half_the_time_for_which_the_link_is_busy_with_others() -> None:
+    busy = [0, 40, 120, 156]
     views = [ReleaseView(0, (10, 20, 90), (1, 1, 1), step_ns=40, stall=StallPrice(0, 3, one)) for one in busy]
     assert [WeighedRelease().release_ns(view) for view in views] == [78, 63, 28, 10]
 
