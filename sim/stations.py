@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
@@ -56,7 +57,41 @@ class ComputeModel(Protocol):
         """
 
 
-def plan_load(slices: Sequence[Slice], layer_bytes: int, bytes_per_s: float, fixed_ns: int = 0) -> Load:
+@dataclass(frozen=True, slots=True)
+class EntryCost:
+    """What the runs of a slice cost besides their bytes, each an entry of a copy call.
+
+    Attributes:
+        per_layer: entries of one layer; runs that were merged count once.
+        issue_ns: the host's time for each. It runs ahead of the wire, so a slice takes the longer of the two.
+        gap_ns: how long the wire stands idle behind each: none in one batched call, a turnaround where every entry is a
+            call of its own on one stream.
+
+    Raises:
+        ValueError: a negative number.
+    """
+
+    per_layer: int
+    issue_ns: int = 0
+    gap_ns: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.per_layer, self.issue_ns, self.gap_ns) < 0:
+            raise ValueError(f"entries and their times must be at least 0, got {self}")
+
+    def slice_ns(self, num_layers: int, wire_ns: int) -> int:
+        """A slice's time, given that of its bytes."""
+        entries = num_layers * self.per_layer
+        return max(wire_ns, entries * self.issue_ns) + entries * self.gap_ns
+
+
+def plan_load(
+    slices: Sequence[Slice],
+    layer_bytes: int,
+    bytes_per_s: float,
+    fixed_ns: int = 0,
+    entries: EntryCost | None = None,
+) -> Load:
     """The load of `slices` over a link of that rate.
 
     Slices end where the wire has carried that many bytes, so that all widths take the same time but for the fixed cost.
@@ -66,15 +101,20 @@ def plan_load(slices: Sequence[Slice], layer_bytes: int, bytes_per_s: float, fix
         layer_bytes: bytes of one layer of the hit.
         bytes_per_s: what the link carries.
         fixed_ns: what each slice costs besides its bytes.
+        entries: what its runs cost besides; None: nothing.
 
     >>> plan_load([Slice(0, 1), Slice(1, 2)], layer_bytes=100, bytes_per_s=1e9, fixed_ns=7)
     Load(slice_layers=(1, 2), slice_bytes=(100, 200), slice_ns=(107, 207))
     """
     ends = [0, *(round(part.end_layer * layer_bytes * 1e9 / bytes_per_s) for part in slices)]
+    cost = entries or EntryCost(0)
     return Load(
         tuple(part.num_layers for part in slices),
         tuple(part.num_layers * layer_bytes for part in slices),
-        tuple(end - begin + fixed_ns for begin, end in pairwise(ends)),
+        tuple(
+            cost.slice_ns(part.num_layers, end - begin) + fixed_ns
+            for part, (begin, end) in zip(slices, pairwise(ends), strict=True)
+        ),
     )
 
 
