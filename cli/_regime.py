@@ -10,9 +10,10 @@ import typer
 
 from lamella.cli._durations import parse_time_ns
 from lamella.cli._model import milliseconds, open_device
+from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import Device, Regime
-from lamella.sim.what_if import with_compute, with_link
+from lamella.sim.what_if import RATE, with_compute, with_link
 
 DEFAULT_HIT_TOKENS: Final = 15_152
 DEFAULT_NEW_TOKENS: Final = 768
@@ -38,6 +39,18 @@ ComputeSpeedOption = Annotated[
 ]
 SloTtftOption = Annotated[str | None, typer.Option(help="SLO: first token within, such as 300ms.")]
 SloTpotOption = Annotated[str | None, typer.Option(help="SLO: each further token within, such as 20ms.")]
+
+
+TierOption = Annotated[
+    str | None, typer.Option(help="Hits lie in a slower tier first: its rate, such as 5GB/s, and latency: 5GB/s:1ms.")
+]
+RanksOption = Annotated[
+    str | None,
+    typer.Option(help="Tensor-parallel ranks by the speed of each one's link: 2, or 1,0.8 for a slower second."),
+]
+SharingOption = Annotated[
+    str, typer.Option(help="How loads share the link: serial (in the order's turn), or equal (all at once).")
+]
 
 
 def parse_tokens(text: str, what: str) -> int:
@@ -101,6 +114,57 @@ def parse_regime(
     if not cached:
         raise ValueError(f"{hit} of {prompt:,} tokens is not one block of {BLOCK_TOKENS}: there is nothing to load")
     return Regime(cached, prompt - cached, concurrency, output_tokens)
+
+
+def parse_hardware(tier: str | None, ranks: str | None, sharing: str) -> tuple[Hardware, list[str]]:
+    """What a load passes on its way, and sentences that say so; none for one serial link.
+
+    Raises:
+        ValueError: an impossible tier, rank or discipline.
+    """
+    said: list[str] = []
+    tiers: tuple[Tier, ...] = ()
+    if tier is not None:
+        rate, _, latency = tier.partition(":")
+        found = RATE.fullmatch(rate.strip())
+        if not found or not float(found[1]):
+            raise ValueError(f"a tier is a rate such as 5GB/s, perhaps with a latency: 5GB/s:1ms; got {tier!r}")
+        tiers = (Tier("tier", round(float(found[1]) * 1e9), parse_time_ns(latency) if latency else 0),)
+        said.append(f"all hits lie in a tier of {tier.strip()}, which brings one slice after another")
+    speeds: tuple[Ratio, ...] = (FULL_SPEED,)
+    if ranks is not None:
+        speeds = _ranks(ranks)
+        said.append(
+            f"{len(speeds)} tensor-parallel ranks, whose links each carry what the profile's one would; a layer is "
+            "there when the slowest rank has it"
+        )
+    names = [one.value for one in Sharing]
+    if sharing not in names:
+        raise ValueError(f"sharing must be one of {', '.join(names)}; got {sharing!r}")
+    if sharing != Sharing.SERIAL.value:
+        said.append("loads share the link equally, whatever the order says")
+    return Hardware(ranks=speeds, sharing=Sharing(sharing), tiers=tiers), said
+
+
+def _ranks(text: str) -> tuple[Ratio, ...]:
+    """A number of equal ranks, or a speed for each.
+
+    Raises:
+        ValueError: neither.
+
+    >>> _ranks("2")
+    (Ratio(numerator=1000, denominator=1000), Ratio(numerator=1000, denominator=1000))
+    """
+    try:
+        equal = text.strip().isdecimal()
+        speeds = [1.0] * int(text) if equal else [float(part) for part in text.split(",")]
+    except ValueError:
+        speeds = []
+    if not 1 <= len(speeds) <= 64 or not all(0.001 <= speed <= 1 for speed in speeds):
+        raise ValueError(
+            f"ranks are a number up to 64, or the speed of each one's link up to 1, such as 1,0.8; got {text!r}"
+        )
+    return tuple(Ratio(round(1000 * speed), 1000) for speed in speeds)
 
 
 def parse_slo(ttft: str | None, tpot: str | None) -> Slo:

@@ -32,10 +32,14 @@ from lamella.cli._regime import (
     NewTokensOption,
     OutputTokensOption,
     PromptOption,
+    RanksOption,
+    SharingOption,
     SloTpotOption,
     SloTtftOption,
+    TierOption,
     describe_regime,
     open_derived_device,
+    parse_hardware,
     parse_regime,
     parse_slo,
 )
@@ -82,6 +86,9 @@ def simulate(
     question_tokens: Annotated[int, typer.Option(help="Tokens of each later turn of a conversation.")] = 64,
     link: LinkOption = None,
     compute_speed: ComputeSpeedOption = 1.0,
+    tier: TierOption = None,
+    ranks: RanksOption = None,
+    sharing: SharingOption = "serial",
     slo_ttft: SloTtftOption = None,
     slo_tpot: SloTpotOption = None,
     model: ModelOption = None,
@@ -114,6 +121,7 @@ def simulate(
         regime = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         arrivals = _arrivals(rate, turns, think, question_tokens)
         slo = parse_slo(slo_ttft, slo_tpot)
+        hardware, way = parse_hardware(tier, ranks, sharing)
         strategies = chosen_strategies([asked], CANDIDATES)
         device.check(arrivals.largest(regime), strategies)
         if requests < 1:
@@ -126,7 +134,7 @@ def simulate(
     rows: list[tuple[Any, ...]] = []
     trace: dict[str, Any] = {}
     for strategy in strategies:
-        world = run_world(device, regime, strategy, requests, seed, arrivals, keep=strategy == asked)
+        world = run_world(device, regime, strategy, requests, seed, arrivals, hardware, keep=strategy == asked)
         outcomes.append(summarise(strategy, world, slo))
         if table is not None:
             rows += request_rows(str(strategy), world.records)
@@ -135,7 +143,7 @@ def simulate(
             trace = to_chrome_trace(recording)
     asked_for = outcomes[strategies.index(asked)]
     verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])
-    document = simulate_document(device, regime, outcomes, requests, seed, str(arrivals), slo, verdict)
+    document = simulate_document(device, regime, outcomes, requests, seed, str(arrivals), way, slo, verdict)
 
     typer.echo(describe_regime(device, regime))
     lines = [_row(one, marked=one is asked_for) for one in outcomes]

@@ -192,12 +192,13 @@ class Conversations:
         )
 
 
-def request_maker(device: Device, strategy: Strategy, output_tokens: int) -> MakeRequest:
-    """Makes requests of any prompt as the strategy lets them come."""
+def request_maker(device: Device, strategy: Strategy, output_tokens: int, tier: str = "") -> MakeRequest:
+    """Makes requests of any prompt as the strategy lets them come; their loads come from that tier first."""
 
     def make(cached: int, new: int, tag: int) -> Request:
         if cached:
-            return device.request(Regime(cached, new, 1, output_tokens), strategy, tag)
+            request = device.request(Regime(cached, new, 1, output_tokens), strategy, tag)
+            return request._replace(tier=tier) if strategy.loads else request
         return Request(0, new, output_tokens, tag=tag, admission_ns=device.profile.engine.admit_ns(new))
 
     return make

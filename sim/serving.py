@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lamella.sim.arrivals import Arrivals, ClosedLoop, OnFinish, request_maker
+from lamella.sim.hardware import Hardware
 from lamella.sim.records import Ending, RequestRecord
 from lamella.sim.regimes import WORTH_IT
 from lamella.sim.strategies import OFF, Device, Regime, Strategy
@@ -78,9 +79,10 @@ def serve(
     seed: int,
     arrivals: Arrivals | None = None,
     slo: Slo | None = None,
+    hardware: Hardware | None = None,
 ) -> Outcome:
     """The regime's requests come and are served to the end; arguments and errors as for `run_world`."""
-    world = run_world(device, regime, strategy, requests_per_user, seed, arrivals)
+    world = run_world(device, regime, strategy, requests_per_user, seed, arrivals, hardware)
     return summarise(strategy, world, slo or Slo())
 
 
@@ -91,6 +93,7 @@ def run_world(
     requests_per_user: int,
     seed: int,
     arrivals: Arrivals | None = None,
+    hardware: Hardware | None = None,
     *,
     keep: bool = False,
 ) -> World:
@@ -103,6 +106,7 @@ def run_world(
         requests_per_user: at least 1.
         seed: for everything drawn.
         arrivals: how requests come; None for users who ask again, starting within one request's unloaded time.
+        hardware: what a load passes on its way; if it has a tier, all hits lie in the first one. None: one link.
         keep: whether the world keeps steps and slices, for a recording.
 
     Raises:
@@ -121,12 +125,14 @@ def run_world(
             strategy.order,
             strategy.release,
             device.settings(),
+            hardware=hardware,
             on_finish=on_finish,
             keep_steps=keep,
             keep_slices=keep,
         )
 
-    make = request_maker(device, strategy, regime.output_tokens)
+    tier = hardware.tiers[0].name if hardware is not None and hardware.tiers else ""
+    make = request_maker(device, strategy, regime.output_tokens, tier)
     world = coming.drive(build, make, regime, requests_per_user * regime.concurrency, seed)
     world.run()
     return world

@@ -203,6 +203,31 @@ def test_requests_come_as_asked(options: tuple[str, ...], said: str, tmp_path: P
     assert json.loads((tmp_path / "simulate.json").read_text())["arrivals"].startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("options", "said", "slower"),
+    [
+        (("--tier", "5GB/s:1ms"), "all hits lie in a tier of 5GB/s:1ms, which brings one slice after another", True),
+        (("--ranks", "1,0.5"), "2 tensor-parallel ranks, whose links each carry what the profile's one would", True),
+        (("--ranks", "2"), "2 tensor-parallel ranks, whose links each carry what the profile's one would", False),
+        (("--sharing", "equal"), "loads share the link equally, whatever the order says", True),
+    ],
+)
+def test_what_a_load_passes_on_its_way_can_be_said(
+    options: tuple[str, ...], said: str, slower: bool, tmp_path: Path
+) -> None:
+    def mean_ttft(folder: str, *more: str) -> float:
+        run("simulate", "--requests", "3", *more, "--out", str(tmp_path / folder))
+        document = json.loads((tmp_path / folder / "simulate.json").read_text())
+        assert bool(document["way"]) == bool(more)
+        (one,) = [one for one in document["outcomes"] if one["strategy"] == "fifo/1/first"]
+        found: float = one["mean_ttft_ns"]
+        return found
+
+    plain, other = mean_ttft("plain"), mean_ttft("other", *options)
+    assert other > 1.2 * plain if slower else other == plain
+    assert said in json.loads((tmp_path / "other" / "simulate.json").read_text())["way"][0]
+
+
 def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -> None:
     run("simulate", "--requests", "3", "--table", str(tmp_path / "all.csv"), "--out", str(tmp_path))
     with (tmp_path / "all.csv").open(newline="") as file:
@@ -250,6 +275,14 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
         (("sweep", "--link", "pcie9"), "a link is one of pcie3, pcie4, pcie5, pcie6, such as pcie4 or pcie4x8"),
         (("sweep", "--compute-speed", "0"), "compute speed must be between 0.01 and 100"),
         (("sweep", "--slo-ttft", "fast"), "a time is a positive number with us, ms or s, such as 200ms, got 'fast'"),
+        (
+            ("simulate", "--tier", "fast"),
+            "a tier is a rate such as 5GB/s, perhaps with a latency: 5GB/s:1ms; got 'fast'",
+        ),
+        (("simulate", "--tier", "5GB/s:soon"), "a time is a positive number with us, ms or s"),
+        (("simulate", "--ranks", "0"), "ranks are a number up to 64, or the speed of each one's link up to 1"),
+        (("simulate", "--ranks", "1,2"), "ranks are a number up to 64, or the speed of each one's link up to 1"),
+        (("simulate", "--sharing", "fair"), "sharing must be one of serial, equal; got 'fair'"),
         (("simulate", "--rate", "0"), "a rate must be between 0.001 and 100,000 requests a second, got 0"),
         (("simulate", "--rate", "2", "--turns", "2"), "give one of them"),
         (("simulate", "--turns", "0"), "turns must be at least 1, got 0"),
