@@ -20,6 +20,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "stall_ns": "Time forward passes waited on the host for layers",
     "wait_timeouts": "Waits that reached their bound",
     "errors_reported": "Steps in which failed blocks were reported",
+    "gated_loads": "Loads whose layers replayed graphs waited for by themselves",
     "hook_bypasses": "Steps that passed over the per-layer hook while a load was landing",
     "holds": "Ended requests whose blocks were held until nothing of them was in flight",
     "shared_waits": "Looks at which a request waited for another's load of the same chunks",

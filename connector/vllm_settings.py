@@ -126,6 +126,7 @@ class ConnectorSettings:
     io_threads: int = 2
     salt: str = ""
     carrier: str = "event"
+    graph_waits: bool = False
     staging_mib: int = 64
     window_mib: int = 8
     turn_mib: int = 16
@@ -135,8 +136,9 @@ class ConnectorSettings:
     tpot_weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.use_layerwise, bool):
-            raise TypeError(f"use_layerwise must be true or false, got {self.use_layerwise!r}")
+        for name in ("use_layerwise", "graph_waits"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("chunk_tokens", "max_loads", "io_threads", "staging_mib", "window_mib", "in_flight_mb"):
             _check_number(name, getattr(self, name), int)
         _check_number("turn_mib", self.turn_mib, int, least=0)
@@ -207,6 +209,13 @@ class ConnectorSettings:
         if not self.wants_slices:
             return Whole()
         return WeighedRelease() if self.is_auto else parse_release(self.release or "first")
+
+    @property
+    def load_deadline_s(self) -> float:
+        """When a load that has not landed has failed. Where graphs wait for it, that is before the host gives up, for
+        the deadline is what frees a device whose graph waits for a write that never comes.
+        """  # noqa: D205 - one sentence more than a line
+        return min(self.load_timeout_s, self.wait_timeout_s) if self.graph_waits else self.load_timeout_s
 
     @property
     def file_tier_bytes(self) -> int | None:
