@@ -1,19 +1,21 @@
 #!/usr/bin/env python3
 """What the connector costs a real vLLM on a GPU when there is nothing to load: decode steps and prefill steps.
 
-  vllm_connector_cost.py OUT.json [--rounds 11] [--deadline-s 400] [--tiny]
+  vllm_connector_cost.py OUT.json [--rounds 11] [--deadline-s 400] [--arms ARM ...] [--decode-only] [--tiny]
 
-Four engines, each a process of its own on one GPU, of which one at a time works while the others wait for orders:
+Five engines, each a process of its own on one GPU, of which one at a time works while the others wait for orders:
 
   default    vLLM's default CUDA graphs, no connector        piecewise  piecewise CUDA graphs, no connector
   layerwise  layers_per_slice 1, release first               off        layers_per_slice 0: chunk-major, default graphs
+  captured   as layerwise, with graph_waits: default graphs, whose layers wait inside
 
 In each round every engine, in a new random order, measures every cell: `decode` (milliseconds a step, over 48 steps)
 by batch, and `prefill` (milliseconds to the first token of a new prompt) by length. In `prefill` nothing is stored
 either; `prefill_stored` is the same with every chunk going to host memory. Compared are the engines of one round:
 `layerwise` with `piecewise` is the connector's cost, `piecewise` with `default` the loss that piecewise graphs bring by
-themselves, `off` with `default` what is left where the layerwise path is off. Every raw value is kept; the summary has
-medians and quartiles of the rounds' ratios. Model: the shape of Llama-3.1-8B with dummy weights.
+themselves, `off` with `default` what is left where the layerwise path is off, `captured` with `default` what waits
+inside full graphs cost. Every raw value is kept; the summary has medians and quartiles of the rounds' ratios. Model:
+the shape of Llama-3.1-8B with dummy weights.
 """
 
 from __future__ import annotations
@@ -40,9 +42,17 @@ ARMS: dict[str, tuple[str | None, dict[str, Any] | None]] = {  # (graphs, the co
     "piecewise": ("PIECEWISE", None),
     "layerwise": (None, LAYERWISE),
     "off": (None, {**LAYERWISE, "layers_per_slice": 0}),
+    "captured": (None, {**LAYERWISE, "graph_waits": True}),
 }
 CELLS = [("decode", 1), ("decode", 16), ("prefill", 512), ("prefill", 4096), ("prefill_stored", 4096)]
-COMPARED = [("layerwise", "piecewise"), ("piecewise", "default"), ("layerwise", "default"), ("off", "default")]
+COMPARED = [
+    ("layerwise", "piecewise"),
+    ("piecewise", "default"),
+    ("layerwise", "default"),
+    ("off", "default"),
+    ("captured", "default"),
+    ("captured", "layerwise"),
+]
 TINY = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "head_dim": 64}
 
 
@@ -211,6 +221,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--deadline-s", type=float, default=400, help="no new round begins after so many seconds")
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
+    parser.add_argument("--decode-only", action="store_true", help="leave the prefill cells out")
     parser.add_argument("--tiny", action="store_true", help="a small model: to try the program out")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
@@ -240,7 +251,7 @@ def main() -> int:
                 break
             rng.shuffle(order)
             for name in order:
-                for kind, size in CELLS:
+                for kind, size in CELLS[:2] if args.decode_only else CELLS:
                     values = arms[name].ask(kind, size, 2 if kind == "prefill" else 1)
                     if number:
                         cell = result["raw_ms"][name].setdefault(f"{kind} {size}", [])

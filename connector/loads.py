@@ -20,12 +20,22 @@ import enum
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, Final
 
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StoreOrder
 from lamella.reference.keys import ChunkKey
 
 _log = logging.getLogger(__name__)
+_BY_ITSELF: Final = {"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION"}
+
+
+def ended_by_itself(request: Any) -> bool:
+    """Whether a vLLM request has given its last token: its steps have waited for its load, which has landed then.
+
+    The report of that comes behind the token, so the load may look as if it were in flight.
+    """
+    return getattr(getattr(request, "status", None), "name", "") in _BY_ITSELF
 
 
 class Kind(enum.Enum):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
@@ -21,7 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
-from lamella.connector.vllm_engine import check_engine, engine_facts, rank_facts, why_refused
+from lamella.connector.vllm_engine import check_engine, engine_facts, full_graphs, rank_facts, why_refused
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.vllm_stats import LamellaPromMetrics, LamellaStats
@@ -29,6 +29,12 @@ from lamella.connector.vllm_worker import WorkerSide
 
 _log = logging.getLogger(__name__)
 _RESULTS = getattr(base, "KVConnectorTransferResults", None)  # from 0.27 on
+
+
+def _is_replay(forward_context: Any) -> bool:
+    """Whether the step of this context is one captured graph: Model Runner V2 has no attention metadata for it then."""
+    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
+    return getattr(forward_context, "attn_metadata", ()) is None or getattr(mode, "name", "") == "FULL"
 
 
 @dataclass
@@ -69,6 +75,8 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
     """Seam of the tests that show what each rule is for."""
     _engine_options: ClassVar[dict[str, Any]] = {}
     """Seam of the tests that let a load move window by window."""
+    _worker_side: ClassVar[type[WorkerSide]] = WorkerSide
+    """What a rank's worker is; a connector that records has its own."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -96,21 +104,27 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Whether forward passes wait layer by layer, which a captured full graph would pass over (B8)."""
-        return ConnectorSettings.from_mapping(extra_config).waits_in_forward
+        """Whether forward passes wait layer by layer in hooks, which a captured full graph would pass over (B8)."""
+        settings = ConnectorSettings.from_mapping(extra_config)
+        return settings.waits_in_forward and not settings.graph_waits
 
     # ---- the worker's hooks, in the order of a step
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """The rank's caches are known: memory and the transfer engine come up."""
         if not self._refused:
-            self.worker = WorkerSide(self.settings, self._rank_facts, kv_caches, self._rules, self._engine_options)
+            facts = replace(self._rank_facts, full_graphs=full_graphs(self._vllm_config))
+            self.worker = self._worker_side(self.settings, facts, kv_caches, self._rules, self._engine_options)
 
     def get_handshake_metadata(self) -> LamellaHandshake | None:
         """How this rank names its objects, and its slots."""
         if self.worker is None:
             return None
         return LamellaHandshake(self.worker.objects, self.worker.ready_slots, self.worker.least_width)
+
+    def has_connector_metadata(self) -> bool:
+        """Whether hooks are called: in steps, and while a graph is captured whose replays shall wait by themselves."""
+        return super().has_connector_metadata() or (self.worker is not None and self.worker.captures_waits)
 
     def handle_preemptions(self, kv_connector_metadata: LamellaOrders) -> None:
         """Blocks that this step writes are not read by a store any more."""
@@ -126,7 +140,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads have begun already; where no layer will wait, they are waited for."""
         if self.worker is not None:
-            self.worker.before_forward()
+            self.worker.before_forward(replays=_is_replay(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Every released load has landed in this layer."""

@@ -36,10 +36,10 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
     if not settings.waits_in_forward:
         return
     mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs():
+    if mode is not None and mode.has_full_cudagraphs() and not settings.graph_waits:
         raise ValueError(
             f"cudagraph_mode {mode.name} replays whole steps and passes over the layers' waits: use PIECEWISE, or set "
-            "layers_per_slice to 0 or release to whole"
+            "layers_per_slice to 0 or release to whole, or have the waits captured with graph_waits"
         )
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     ahead = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
@@ -111,6 +111,18 @@ def rank_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettin
     first_layer, _end = vllm_config.model_config.get_layers_start_end_indices(parallel)
     space = _key_space(vllm_config, tuple(group.block_tokens for group in groups), settings)
     return RankFacts(groups, space, get_tensor_model_parallel_rank(), first_layer)
+
+
+def full_graphs(vllm_config: Any) -> str:
+    """Which batches may be replayed as one captured graph: "", "decode" (a token a request) or "any".
+
+    Called once the caches are there: until then the engine may still find that its attention cannot be captured.
+    """
+    mode = vllm_config.compilation_config.cudagraph_mode
+    if mode is None or not mode.has_full_cudagraphs():
+        return ""
+    drafts = getattr(vllm_config, "speculative_config", None) is not None  # then a decode computes several tokens
+    return "any" if drafts or mode.mixed_mode().name == "FULL" else "decode"
 
 
 def _key_space(vllm_config: Any, block_tokens: tuple[int, ...], settings: ConnectorSettings) -> KeySpace:

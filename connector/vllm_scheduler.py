@@ -17,7 +17,7 @@ from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.batch_blocks import BatchBlocks, Scheduled
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.loads import Kind, OpenLoad, OpenStore, Work, WorkBook
+from lamella.connector.loads import Kind, OpenLoad, OpenStore, Work, WorkBook, ended_by_itself
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepReport, StoreOrder
@@ -357,7 +357,7 @@ class SchedulerSide:
             if work.waits_for_report and not work.released and self._rules.hold_on_abort:
                 load.cancelled = True
                 self._cancels.append(work.number)
-            elif self._rules.evict_on_abort:
+            elif self._rules.evict_on_abort and not ended_by_itself(request):
                 self._evict(self._blocks.behind(load.blocks))
         held = self.book.request_ended(name)
         if held:

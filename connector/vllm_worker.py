@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
 from lamella.connector.cache_shapes import DescribedCaches, GroupShape, describe_caches
+from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
@@ -54,12 +55,14 @@ class RankFacts:
         space: key space of the engine; this rank's own puts rank, layers, form and inner layout in.
         tp_rank: this rank's share of the heads.
         first_layer: model layer of this stage's first.
+        full_graphs: batches that are replayed as one captured graph: "", "decode" or "any".
     """
 
     groups: tuple[GroupShape, ...]
     space: KeySpace
     tp_rank: int
     first_layer: int
+    full_graphs: str = ""
 
 
 class WorkerSide:
@@ -118,13 +121,23 @@ class WorkerSide:
             "in_flight_bytes": settings.in_flight_mb * 1_000_000,
             "carrier": settings.carrier_kind,
             "order": parse_order(settings.order),
-            "deadline_s": settings.load_timeout_s,
+            "deadline_s": settings.load_deadline_s,
             "gather_factor": _GATHER_FACTOR,
         }
         self.engine = TransferEngine(self._device, **(options | dict(engine_options or {})))
         self._registered: RegisteredCache = self.engine.register_cache(layout, self.caches.engines)
         self._several_groups = len(facts.groups) > 1
         self._layerwise = choice.layerwise
+        self._captured: CapturedWaits | None = None
+        if facts.full_graphs and settings.waits_in_forward:
+            self._captured = CapturedWaits(
+                self.engine,
+                layout.num_layers,
+                self._stream,
+                self._is_capturing,
+                facts.full_graphs == "any",
+                self.metrics,
+            )
         self.loads = WorkerLoads(
             self._submit_load,
             layout.num_layers,
@@ -137,6 +150,7 @@ class WorkerSide:
             self.metrics,
             self._several_groups,
             on_landed=None if self._observations is None else self._observations.load_landed,
+            captured=self._captured,
         )
         tier: FileTier | None = None
         if settings.file_tier is not None:
@@ -204,15 +218,30 @@ class WorkerSide:
         if self._observations is not None:
             self._observations.step_begins(orders, waits=bool(self.loads.gated))
 
-    def before_forward(self) -> None:
-        """Where no layer will wait, the step's own loads have landed."""
+    @property
+    def captures_waits(self) -> bool:
+        """Whether hooks are to be called although no step runs: a graph is being captured, and their waits go in."""
+        return self._captured is not None and self._captured.is_capturing()
+
+    def before_forward(self, *, replays: bool = False) -> None:
+        """Where no layer will wait, the step's own loads have landed.
+
+        Args:
+            replays: the step is one captured graph.
+        """
+        if replays:
+            self.loads.replays()
         if self.loads.hooks_bypassed or (self._settings.use_layerwise and not self._settings.waits_in_forward):
             self.loads.wait_whole()
 
     def wait_layer(self, name: str) -> None:
         """Every released load has landed in the layer of that name."""
         layer = self.caches.layers.get(name)
-        if layer is not None and self.loads.gated:
+        if layer is None:
+            return
+        if self._captured is not None and self._captured.is_capturing():
+            self._captured.capture(layer)
+        elif self.loads.gated:
             self.loads.wait_layer(layer)
 
     def layer_computed(self, name: str) -> None:
@@ -222,7 +251,8 @@ class WorkerSide:
             self.stores.layer_computed(layer)
 
     def step_computed(self) -> None:
-        """The forward pass was launched: stores leave, unless their blocks have failed."""
+        """The forward pass was launched: its loads have ended, and stores leave unless their blocks have failed."""
+        self.loads.settle()
         self._take_in()
         self.stores.step_computed(self.loads.spoils)
 
@@ -323,6 +353,13 @@ class WorkerSide:
         from lamella.cuda_ext.torch import current_stream
 
         return current_stream(self._device)
+
+    def _is_capturing(self) -> bool:
+        if not self._device.startswith("cuda"):
+            return False
+        import torch
+
+        return bool(torch.cuda.is_current_stream_capturing())
 
     # ---- the end
 

@@ -13,60 +13,22 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor, Future
-from dataclasses import dataclass, field
 from typing import Final
 
 from lamella.connector.at_once import AtOnce
+from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
+from lamella.connector.load_in_flight import Load, Polled
+from lamella.connector.release_look import may_run
 from lamella.connector.safety_rules import SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
+from lamella.connector.turns import Turns
 from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext.transfer import Arriving, TransferState
-from lamella.reference.release import ReleasePolicy, ReleaseView
+from lamella.reference.release import ReleasePolicy
 
 _log = logging.getLogger(__name__)
 _DRAIN_S: Final = 2.0
-_IDLE_STEP_NS: Final = 1_000_000
-"""What an engine with nothing to compute waits between two looks. Source: vLLM 0.32, v1/engine/core.py."""
-
-
-@dataclass(slots=True)
-class Load:
-    """One load on this rank.
-
-    Attributes:
-        blocks: of the first KV cache group, which it writes.
-        released: it was reported received, or its request joined the step; only then can anybody read its blocks.
-        ready_layer: layers before it need no further wait in this step.
-        failed: why, or "".
-    """
-
-    order: LoadOrder
-    submitted: Future[Arriving]
-    ordered_ns: int
-    blocks: frozenset[int]
-    released: bool = False
-    reported: bool = False
-    cancelled: bool = False
-    ready_layer: int = 0
-    failed: str = ""
-    landed: bool = False
-
-    @property
-    def transfer(self) -> Arriving | None:
-        """Its transfer, once submitted."""
-        if not self.submitted.done() or self.submitted.cancelled() or self.submitted.exception() is not None:
-            return None
-        return self.submitted.result()
-
-
-@dataclass(slots=True)
-class Polled:
-    """What one look at the loads found."""
-
-    received: set[str] = field(default_factory=set)
-    failed: set[str] = field(default_factory=set)
-    ended: dict[int, Ended] = field(default_factory=dict)
 
 
 class WorkerLoads:
@@ -85,6 +47,7 @@ class WorkerLoads:
         several_groups: the engine cannot report blocks: errors are reported by request, before release.
         executor: begins loads; by default the caller's thread does.
         on_landed: called with (slices, bytes, start, landing) of each load that has landed; None if nobody asks.
+        captured: waits inside captured graphs, where they are asked for.
     """
 
     def __init__(
@@ -101,6 +64,7 @@ class WorkerLoads:
         several_groups: bool = False,
         executor: Executor | None = None,
         on_landed: Callable[[int, int, int, int], object] | None = None,
+        captured: CapturedWaits | None = None,
     ) -> None:
         self._submit = submit
         self._num_layers = num_layers
@@ -113,6 +77,7 @@ class WorkerLoads:
         self._metrics = metrics
         self._several_groups = several_groups
         self._on_landed = on_landed
+        self._captured = captured
         self._executor = executor or AtOnce()
         self._loads: dict[int, Load] = {}
         self.gated: list[Load] = []
@@ -120,8 +85,9 @@ class WorkerLoads:
         self._late_bad: set[int] = set()  # kept for the next step where report_in_same_step is off
         self._unreleased_bad: set[int] = set()
         self._orders = StepOrders()
+        self._turns = Turns(metrics)
         self._hooked: set[int] = set()
-        self._hooks_bypassed = False
+        self._hooks_bypassed = self._replayed = False
         self._began_ns = self._computed_ns = 0
 
     # ---- a step begins
@@ -132,7 +98,9 @@ class WorkerLoads:
         if self._orders.num_tokens:
             self._computed_ns = now_ns - self._began_ns
         self._began_ns, self._orders = now_ns, orders
+        self._turns.step_begins(orders)
         self._hooked.clear()
+        self._replayed = False
         self.bad_blocks |= self._late_bad
         self._late_bad = set()
         self.bad_blocks -= orders.rewritten_blocks - self._undrained()
@@ -143,6 +111,8 @@ class WorkerLoads:
         self.gated = [load for load in self._loads.values() if load.released and self._outstanding(load)]
         for load in self.gated:
             load.ready_layer = 0
+        if self._captured is not None and self.gated and not self._hooks_bypassed:
+            self._captured_wait(orders)
 
     def begin(self, order: LoadOrder, now_ns: int) -> None:
         """The load is on its way; steps wait for it once it was released and the next of them has begun."""
@@ -152,6 +122,19 @@ class WorkerLoads:
         load.reported = order.joins_step
         self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
         self._loads[order.number] = load
+
+    def _captured_wait(self, orders: StepOrders) -> None:
+        """Graphs that this step may replay wait for its released loads inside."""
+        assert self._captured is not None, "called only where waits are captured"
+        why = self._captured.why_useless
+        if why:
+            self._bypassed(why)
+        elif self._captured.may_replay(orders) and self._rules.wait_for_released:
+            for load in self.gated:
+                try:
+                    load.in_graphs = self._captured.gate(load.transfer, self._stream())
+                except TimeoutError as error:  # the wait at the step's end, or the hook's, is bounded by itself
+                    _log.error("load %d is not waited for inside graphs: %s", load.order.number, error)
 
     def _outstanding(self, load: Load) -> bool:
         """Whether something of the load has still to land that a reader must wait for."""
@@ -179,12 +162,45 @@ class WorkerLoads:
             self._wait(load, self._num_layers - 1)
             load.ready_layer = self._num_layers
 
+    def replays(self) -> None:
+        """The step, if it computes anything, is one captured graph: no hook will be called."""
+        self._replayed = self._orders.num_tokens > 0
+
+    def settle(self) -> None:
+        """Every load that this step's layers waited for has landed, or has failed and is reported in this step.
+
+        A wait that was enqueued, or that lies inside a graph, has not been waited for by the host: what the step
+        computed is right only if the copy ends well, and that must be known before its tokens are taken (SAFE-3).
+        """
+        for load in tuple(self.gated) if self._rules.wait_for_released else ():
+            if (self._replayed and load.in_graphs) or load.ready_layer == self._num_layers:
+                self._wait_final(load)
+
     def _wait(self, load: Load, layer: int) -> None:
+        """The load has landed in the layer, or the stream waits until it has, or it has failed."""
+
+        def wait(transfer: Arriving, left_s: float) -> None:
+            transfer.wait_layer(layer, self._stream(), left_s)
+            load.ready_layer = next(part.end_layer for part in transfer.slices if layer < part.end_layer)
+            self._metrics.count("layer_waits")
+
+        self._bounded(load, layer, wait)
+
+    def _wait_final(self, load: Load) -> None:
+        """All of the load has landed, or it has failed."""
+
+        def wait(transfer: Arriving, left_s: float) -> None:
+            if transfer.wait_final(left_s) is not TransferState.LANDED:
+                raise TransferStopped(transfer.error)
+            load.ready_layer = self._num_layers
+
+        self._bounded(load, self._num_layers - 1, wait)
+
+    def _bounded(self, load: Load, layer: int, wait: Callable[[Arriving, float], None]) -> None:
         start_ns = time.monotonic_ns()
         try:
             transfer = load.submitted.result(self._wait_timeout_s)
-            left_s = max(0.0, self._wait_timeout_s - (time.monotonic_ns() - start_ns) / 1e9)
-            transfer.wait_layer(layer, self._stream(), left_s)
+            wait(transfer, max(0.0, self._wait_timeout_s - (time.monotonic_ns() - start_ns) / 1e9))
         except TimeoutError:
             self._metrics.count("wait_timeouts")
             self._fail(load, f"layer {layer} had not landed after {self._wait_timeout_s:g} s")
@@ -193,9 +209,6 @@ class WorkerLoads:
         except (TransferStopped, ValueError, RuntimeError, OSError) as error:
             if not load.cancelled:
                 self._fail(load, str(error))
-        else:
-            load.ready_layer = next(part.end_layer for part in transfer.slices if layer < part.end_layer)
-            self._metrics.count("layer_waits")
         self._metrics.count("stall_ns", time.monotonic_ns() - start_ns)
 
     # ---- the step's end
@@ -217,7 +230,7 @@ class WorkerLoads:
                     self._fail(load, transfer.error)
             ended = load.landed or (submitted and (state is None or state.is_final))
             self._report(load, transfer, ended, found)
-            if ended:
+            if ended and load.reported:
                 del self._loads[number]
                 found.ended[number] = Ended(1, load.landed and not load.failed)
                 self._observe(load, transfer)
@@ -228,6 +241,8 @@ class WorkerLoads:
             return
         if not ended and (load.failed or load.cancelled or transfer is None or not self._may_run(load, transfer)):
             return
+        if not load.failed and not load.cancelled and self._turns.is_left(load, self._loads.values()):
+            return
         load.reported = load.released = True
         found.received.add(load.order.request)
         if load.failed:
@@ -237,36 +252,17 @@ class WorkerLoads:
             self._metrics.count("released_early", not ended)
 
     def _may_run(self, load: Load, transfer: Arriving) -> bool:
-        plan, weights = load.order.plan, self._orders.weights
-        policy = self._release if plan is None else plan.release
-        progress = transfer.query()
-        landed = transfer.slices[progress.landed - 1].end_layer if progress.landed else 0
-        if self._hooks_bypassed or self._several_groups or landed < policy.layers_needed(self._num_layers):
+        if self._hooks_bypassed or self._several_groups:
             return False
-        if not policy.needs_forecast:
-            return True
-        now_ns = time.monotonic_ns()
-        times = transfer.timestamps_ns().landed_ns
-        took_ns = max(1, times[progress.landed - 1] - progress.started_ns)  # so far, for `landed` layers
-        arrivals = tuple(
-            times[index] if index < progress.landed else progress.started_ns + took_ns * part.end_layer // landed
-            for index, part in enumerate(transfer.slices)
-            for _layer in range(part.num_layers)
-        )
-        step_ns = self._computed_ns if self._orders.num_tokens else _IDLE_STEP_NS
-        compute_ns = self._computed_ns if plan is None else plan.compute_ns
-        compute = (compute_ns // self._num_layers,) * self._num_layers
-        price = None if weights is None else weights.price._replace(busy_ns=self._link_busy_ns(load))
-        if weights is not None and weights.full:
-            step_ns = 0  # released or not, the request is not in the next step
-        view = ReleaseView(now_ns, arrivals, compute, 0, step_ns, self._orders.num_decoding, price)
-        return policy.release_ns(view) <= now_ns
+        policy = self._release if load.order.plan is None else load.order.plan.release
+        plans = (other.order.plan for other in self._loads.values() if self._is_behind(other, load))
+        busy_ns = sum(plan.load_ns for plan in plans if plan is not None)
+        return may_run(policy, load.order.plan, transfer, self._orders, self._num_layers, self._computed_ns, busy_ns)
 
-    def _link_busy_ns(self, load: Load) -> int:
-        """How long the link has other loads to carry behind this one, as predicted."""
-        numbers = (number for number in self._loads if number > load.order.number)
-        plans = (self._loads[number].order.plan for number in numbers if not self._loads[number].landed)
-        return sum(plan.load_ns for plan in plans if plan is not None)
+    @staticmethod
+    def _is_behind(other: Load, load: Load) -> bool:
+        """Whether the link has the other load still to carry behind this one."""
+        return other.order.number > load.order.number and not other.landed
 
     def errors(self) -> set[int]:
         """Blocks to report in this step: bad ones that its batch takes for computed, and those of parked requests."""
@@ -346,18 +342,18 @@ class WorkerLoads:
         ]
         if not unhooked or not read:
             return
-        if not self._hooks_bypassed:
-            _log.error(
-                "%d of %d layers ran without their hook while a load was landing: that load fails, and from now on "
-                "requests are released when all of their KV has landed. A captured full graph, or a model whose "
-                "attention does not call the hook, does this",
-                unhooked,
-                self._num_layers,
-            )
-        self._hooks_bypassed = True
+        self._bypassed(
+            f"{unhooked} of {self._num_layers} layers ran without their hook while a load was landing, which fails. A "
+            "captured full graph, or a model whose attention does not call the hook, does this"
+        )
         self._metrics.count("hook_bypasses")
         for load in read:
             self._fail(load, "the step did not call the per-layer hook")
+
+    def _bypassed(self, why: str) -> None:
+        if not self._hooks_bypassed:
+            _log.error("%s. From now on requests are released when all of their KV has landed", why)
+        self._hooks_bypassed = True
 
     @property
     def hooks_bypassed(self) -> bool:

@@ -117,6 +117,21 @@ def test_objects_of_a_load_stay_until_it_has_ended_on_every_rank() -> None:
     assert side.index.occupancy().pins == 0
 
 
+@pytest.mark.parametrize(("status", "stays"), [("FINISHED_LENGTH_CAPPED", True), ("FINISHED_ABORTED", False)])
+def test_blocks_of_a_request_that_gave_its_last_token_stay_hits_and_those_of_an_aborted_one_do_not(
+    status: str, stays: bool
+) -> None:
+    """The step that gave the token waited for the load, whose end is reported behind it."""
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
+    done(side, {"b"})
+    request.status = SimpleNamespace(name=status)  # type: ignore[attr-defined]
+    assert side.request_ended(request)
+    assert done(side, loads={load.number: Ended(1, True)}).finished_sending == {"b"}
+    assert side._pool.evicted == (set() if stays else {5, 6, 7, 8, 9})
+
+
 def test_a_failed_load_is_kept_by_block_until_the_block_is_computed_anew() -> None:
     side = side_of()
     stored(side, "a", 16, [1, 2, 3, 4])

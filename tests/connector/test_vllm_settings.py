@@ -61,6 +61,7 @@ def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
         ({"host_pool_gib": 0}, ValueError, "host_pool_gib must be positive"),
         ({"max_loads": "many"}, TypeError, "max_loads must be a number"),
         ({"use_layerwise": 1}, TypeError, "use_layerwise must be true or false"),
+        ({"graph_waits": "yes"}, TypeError, "graph_waits must be true or false"),
         ({"object_form": "blob"}, ValueError, "object_form must be one of"),
         ({"staging_mib": 8, "window_mib": 8}, ValueError, "must hold two windows"),
         ({"carrier": "pigeon"}, ValueError, "carrier must be event or value"),

@@ -16,7 +16,13 @@ LAYERS, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 4, 256, 8, 2, 64, 512
 
 
 def write_tiny_llama(
-    folder: Path, *, window: int | None = None, layers: int = LAYERS, dtype: torch.dtype = torch.float32
+    folder: Path,
+    *,
+    window: int | None = None,
+    layers: int = LAYERS,
+    kv_heads: int = KV_HEADS,
+    head_dim: int = HEAD_DIM,
+    dtype: torch.dtype = torch.float32,
 ) -> Path:
     """`folder` holds config.json and model.safetensors; with `window`, every other layer slides over so many tokens."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -27,7 +33,7 @@ def write_tiny_llama(
         "attention_dropout": 0.0,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        "head_dim": HEAD_DIM,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": HIDDEN,
         "initializer_range": 0.02,
@@ -36,7 +42,7 @@ def write_tiny_llama(
         "mlp_bias": False,
         "num_attention_heads": HEADS,
         "num_hidden_layers": layers,
-        "num_key_value_heads": KV_HEADS,
+        "num_key_value_heads": kv_heads,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
@@ -47,12 +53,12 @@ def write_tiny_llama(
         kinds = ["full_attention" if layer % 2 == 0 else "sliding_attention" for layer in range(layers)]
         config |= {"sliding_window": window, "layer_types": kinds}
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-    weights = {name: tensor.to(dtype) for name, tensor in _weights(layers).items()}
+    weights = {name: tensor.to(dtype) for name, tensor in _weights(layers, kv_heads, head_dim).items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights(layers: int) -> dict[str, torch.Tensor]:
+def _weights(layers: int, kv_heads: int, head_dim: int) -> dict[str, torch.Tensor]:
     """Seeded weights, scaled so that 24 greedy tokens are nearly all distinct."""
     generator = torch.Generator().manual_seed(1234)
 
@@ -64,7 +70,7 @@ def _weights(layers: int) -> dict[str, torch.Tensor]:
         "model.norm.weight": torch.ones(HIDDEN),
         "lm_head.weight": normal(VOCABULARY, HIDDEN, 4.0),
     }
-    query, key = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
+    query, key = HEADS * head_dim, kv_heads * head_dim
     for layer in range(layers):
         prefix = f"model.layers.{layer}."
         weights |= {

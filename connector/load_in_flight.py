@@ -1,0 +1,50 @@
+"""One load on its way on a rank, and what a look at all of them finds."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from lamella.connector.step_orders import Ended, LoadOrder
+from lamella.cuda_ext.transfer import Arriving
+
+
+@dataclass(slots=True)
+class Load:
+    """One load on this rank.
+
+    Attributes:
+        blocks: of the first KV cache group, which it writes.
+        released: it was reported received, or its request joined the step; only then can anybody read its blocks.
+        ready_layer: layers before it need no further wait in this step.
+        failed: why, or "".
+        in_graphs: captured graphs that are replayed wait for it by themselves.
+    """
+
+    order: LoadOrder
+    submitted: Future[Arriving]
+    ordered_ns: int
+    blocks: frozenset[int]
+    released: bool = False
+    reported: bool = False
+    cancelled: bool = False
+    ready_layer: int = 0
+    failed: str = ""
+    landed: bool = False
+    in_graphs: bool = False
+
+    @property
+    def transfer(self) -> Arriving | None:
+        """Its transfer, once submitted."""
+        if not self.submitted.done() or self.submitted.cancelled() or self.submitted.exception() is not None:
+            return None
+        return self.submitted.result()
+
+
+@dataclass(slots=True)
+class Polled:
+    """What one look at the loads found."""
+
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    ended: dict[int, Ended] = field(default_factory=dict)
