@@ -30,10 +30,12 @@ from lamella.cuda_ext.slots import SlotMemory
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout
-from lamella.server.client import CacheSession
+from lamella.server.client import CacheSession, Epoch
 from lamella.server.connection import Connection, ServerLostError
+from lamella.server.frames import RefusedError
 from lamella.server.protocol import Found, Register, Role, Stats, StatsReport, TransferSide
 from lamella.server.shapes import send_groups, send_space
+from lamella.server.wire import Code
 
 CHUNK, NUM_SLOTS, NUM_DOCUMENTS, MAX_CHUNKS = 16, 48, 40, 6
 LAYOUT = ObjectLayout.single(KVGeometry(4, 2, 2, 16, 2, CHUNK), CHUNK)
@@ -54,8 +56,8 @@ def content(key: ChunkKey) -> np.ndarray[Any, np.dtype[np.uint8]]:
 # ---- a client
 
 
-def client(folder: Path, name: str, seed: int) -> None:
-    """Runs until it is killed or its standard input closes; says one line a retrieve."""
+def client(folder: Path, name: str, seed: int, timeout_s: float) -> None:
+    """Runs until it is killed; says one line a retrieve."""
     chance = random.Random(seed)
     space, groups = send_space(SPACE), send_groups(LAYOUT)
     bytes_a_chunk = LAYOUT.object_bytes
@@ -63,22 +65,34 @@ def client(folder: Path, name: str, seed: int) -> None:
         *(lamella.__version__, name, Role.RANK, 0, 1, space, groups, bytes_a_chunk),
         *(TransferSide.WORKER, "", (), (), None, ""),
     )
-    session = CacheSession(folder, message, timeout_s=30.0)
-    shared = session.epoch.shared
-    assert shared is not None, "a rank has memory"
-    memory = SlotMemory.attach(shared, NoRegistrar())
+    attached: list[tuple[Epoch, SlotMemory]] = []
+
+    def attach(epoch: Epoch) -> None:
+        assert epoch.shared is not None, "a rank has memory"
+        attached.append((epoch, SlotMemory.attach(epoch.shared, NoRegistrar())))
+
+    session = CacheSession(folder, message, timeout_s=timeout_s, on_epoch=attach)
     while True:
         keys = keys_of_document(chance.randrange(NUM_DOCUMENTS))
-        found = session.lookup(keys)
-        if found.num_chunks < len(keys):
+        epoch, memory = attached[-1]
+        try:
+            found = session.lookup(keys, epoch=epoch)
+            if found.num_chunks == len(keys):
+                print(retrieve(session, memory, keys, found, chance), flush=True)
+                continue
             session.release(found.lease)
-            store(session, memory, keys)
-            continue
-        print(retrieve(session, memory, keys, found, chance), flush=True)
+            store(session, memory, keys, epoch)
+        except ServerLostError:
+            print("lost", flush=True)
+            time.sleep(0.05)
+        except RefusedError as refused:
+            if refused.code not in (Code.UNKNOWN_LEASE, Code.DRAINING):
+                raise
+            print("lost", flush=True)
 
 
-def store(session: CacheSession, memory: SlotMemory, keys: tuple[ChunkKey, ...]) -> None:
-    stored = session.allocate(keys)
+def store(session: CacheSession, memory: SlotMemory, keys: tuple[ChunkKey, ...], epoch: Epoch) -> None:
+    stored = session.allocate(keys, epoch=epoch)
     if not stored.lease:
         return
     (place,) = stored.places
@@ -99,9 +113,8 @@ def retrieve(
         with memory.buffer(slot) as view:
             if not np.array_equal(np.frombuffer(view, np.uint8), content(key)):
                 return "wrong"
-    if not session.release(found.lease, 0):
-        return "wrong: its lease had ended"
-    return "right"
+    held = session.release(found.lease, 0)
+    return "right" if held or session.is_lost else "wrong: its lease had ended"
 
 
 # ---- the others
@@ -110,8 +123,9 @@ def retrieve(
 class Clients:
     """So many client processes, whose lines are counted."""
 
-    def __init__(self, folder: Path, count: int) -> None:
+    def __init__(self, folder: Path, count: int, timeout_s: float) -> None:
         self._folder = folder
+        self._timeout_s = timeout_s
         self._started = 0
         self._rest: dict[int, bytes] = {}  # of lines that have not come whole
         self.outcomes: dict[str, int] = {}
@@ -119,7 +133,7 @@ class Clients:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._started += 1
-        command = [sys.executable, __file__, "--client", str(self._folder), str(self._started)]
+        command = [sys.executable, __file__, "--client", str(self._folder), str(self._started), str(self._timeout_s)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         os.set_blocking(process.stdout.fileno(), False)
@@ -160,18 +174,24 @@ def resident_kib(pid: int) -> int:
     return int(status.split("RssAnon:")[1].split()[0])
 
 
-def run(folder: Path, retrieves: int, num_clients: int, kill_every: int, seed: int) -> dict[str, Any]:
-    """What happened and what is left."""
+def start_server(folder: Path) -> subprocess.Popen[bytes]:
     memory = f"{NUM_SLOTS * LAYOUT.object_bytes}B"
     options = ["--folder", str(folder), "--memory", memory, "--http", "off", "--log-level", "error"]
-    server = subprocess.Popen([sys.executable, "-c", "from lamella.cli.main import main; main()", "serve", *options])
+    return subprocess.Popen([sys.executable, "-c", "from lamella.cli.main import main; main()", "serve", *options])
+
+
+def run(
+    folder: Path, retrieves: int, num_clients: int, kill_every: int, seed: int, kill_server_every: int = 0
+) -> dict[str, Any]:
+    """What happened and what is left. 0: the server is left alone."""
+    server = start_server(folder)
     chance = random.Random(seed)
-    killed, resident_early = 0, 0
+    killed, servers, resident_early = 0, 1, 0
     began = time.monotonic()
     try:
         while not (folder / "server.sock").exists():
             time.sleep(0.01)
-        clients = Clients(folder, num_clients)
+        clients = Clients(folder, num_clients, 3.0 if kill_server_every else 30.0)
         try:
             while (done := clients.look()) < retrieves:
                 if done >= retrieves // 10 and not resident_early:
@@ -179,6 +199,11 @@ def run(folder: Path, retrieves: int, num_clients: int, kill_every: int, seed: i
                 if done >= kill_every * (killed + 1):
                     clients.kill_one(chance)
                     killed += 1
+                if kill_server_every and done >= kill_server_every * servers:
+                    server.kill()
+                    server.wait()
+                    server = start_server(folder)
+                    servers += 1
                 time.sleep(0.005)
         finally:
             clients.kill_all()
@@ -188,6 +213,7 @@ def run(folder: Path, retrieves: int, num_clients: int, kill_every: int, seed: i
         return {
             "outcomes": clients.outcomes,
             "killed": killed + num_clients,
+            "servers": servers,
             "seconds": round(seconds, 1),
             "evicted_objects": figures["lamella_server_evicted_objects_total"],
             "reaped_sessions": figures["lamella_server_reaped_sessions_total"],
@@ -213,26 +239,32 @@ def settled(folder: Path) -> dict[str, float]:
         while True:
             figures = connection.call(Stats(), StatsReport).figures
             open_parts = sum(count for name, count in figures.items() if name.startswith("lamella_server_parts{"))
-            if (figures["lamella_server_sessions"] == 0 and open_parts == 0) or time.monotonic() > deadline:
+            left = figures["lamella_server_sessions"] + open_parts + len(list(folder.glob("alive-*")))
+            if left == 0 or time.monotonic() > deadline:
                 return figures
             time.sleep(0.1)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["--client"]:
-        try:
-            client(Path(sys.argv[2]), f"client {sys.argv[3]}", int(sys.argv[3]))
-        except ServerLostError as lost:
-            sys.exit(f"the server is lost: {lost}")
+        client(Path(sys.argv[2]), f"client {sys.argv[3]}", int(sys.argv[3]), float(sys.argv[4]))
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--retrieves", type=int, default=10_000)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--kill-every", type=int, default=500)
+    parser.add_argument("--kill-server-every", type=int, default=0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
-        report = run(Path(made) / "serve", chosen.retrieves, chosen.clients, chosen.kill_every, chosen.seed)
+        report = run(
+            Path(made) / "serve",
+            chosen.retrieves,
+            chosen.clients,
+            chosen.kill_every,
+            chosen.seed,
+            chosen.kill_server_every,
+        )
     for name, value in report.items():
         print(f"{name:20s} {value}")
     if chosen.json is not None:

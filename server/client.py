@@ -151,14 +151,30 @@ class CacheSession:
             raise ServerLostError(self._lost or "not registered")
         return found
 
+    @property
+    def is_lost(self) -> bool:
+        """Whether there is no server, or none that knows this session, as far as this process has seen."""
+        return bool(self._lost)
+
     def lookup(
-        self, keys: Sequence[ChunkKey], *, first_wanted: int = 0, rank: int = EVERY_RANK, use_tiers: bool = True
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        first_wanted: int = 0,
+        rank: int = EVERY_RANK,
+        use_tiers: bool = True,
+        epoch: Epoch | None = None,
     ) -> Found:
-        """What of `keys` is there, locked; a miss where the server is lost or draining."""
+        """What of `keys` is there, locked; a miss where the server is lost or draining.
+
+        Args:
+            epoch: the registration whose slots the caller has attached; under another it is a miss. None: the present.
+        """
         if not keys:
             return MISS
         try:
-            message = Lookup(self._session, pack_prefixes(keys), keys[-1].num_tokens, first_wanted, rank, use_tiers)
+            session = self._session_of(epoch)
+            message = Lookup(session, pack_prefixes(keys), keys[-1].num_tokens, first_wanted, rank, use_tiers)
             return self.call(message, Found)
         except ServerLostError:
             return MISS
@@ -203,14 +219,25 @@ class CacheSession:
         )
         return self.call(message, Retrieved, timeout_s)
 
-    def allocate(self, keys: Sequence[ChunkKey], *, first_chunk: int = 0, rank: int = EVERY_RANK) -> Stored:
-        """Slots for those of `keys` that are not there yet.
+    def allocate(
+        self,
+        keys: Sequence[ChunkKey],
+        *,
+        first_chunk: int = 0,
+        rank: int = EVERY_RANK,
+        epoch: Epoch | None = None,
+    ) -> Stored:
+        """Slots for those of `keys` that are not there yet, in the memory of `epoch` (None: of the present one).
+
+        Whoever writes into slots names the registration whose memory he has attached: under another, the same numbers
+        are others' slots.
 
         Raises:
             ServerLostError, RefusedError: nothing was allocated.
         """
+        session = self._session_of(epoch)
         prefixes, last = pack_prefixes(keys), keys[-1].num_tokens if keys else 0
-        message = Store(self._session, Phase.ALLOCATE, 0, prefixes, last, first_chunk, rank, "", (), 0, 0, -1, None)
+        message = Store(session, Phase.ALLOCATE, 0, prefixes, last, first_chunk, rank, "", (), 0, 0, -1, None)
         return self.call(message, Stored)
 
     def commit(
@@ -292,6 +319,12 @@ class CacheSession:
     @property
     def _session(self) -> int:
         return self.epoch.registered.session
+
+    def _session_of(self, epoch: Epoch | None) -> int:
+        present = self.epoch
+        if epoch is not None and epoch.number != present.number:
+            raise ServerLostError("the server was another when these slots were attached: attach the new ones")
+        return present.registered.session
 
     @property
     def _session_or_0(self) -> int:

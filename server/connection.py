@@ -9,7 +9,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 import zmq
 
@@ -20,6 +20,8 @@ from lamella.server.wire import MAX_MESSAGE_BYTES
 
 _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer", bound=Message)
+_LOOK_S: Final = 0.05
+"""How often one who waits looks whether there still is a connection; a server needs longer to start anew."""
 
 
 class ServerLostError(Exception):
@@ -125,10 +127,15 @@ class Connection:
             future = self.request(message)
             while not future.done():
                 left_s = deadline - time.monotonic()
-                if left_s <= 0:
+                cut = not self._socket.poll(0, zmq.POLLOUT)
+                if left_s <= 0 or cut:
+                    self.poll()  # it may have come just before
+                    if future.done():
+                        break
                     self.forget(future)
-                    raise ServerLostError(f"no answer to {type(message).__name__} within {bound_s} s")
-                self.poll(max(left_s, 0.001))
+                    reason = "the connection was cut" if cut else f"none within {bound_s} s"
+                    raise ServerLostError(f"no answer to {type(message).__name__}: {reason}")
+                self.poll(min(max(left_s, 0.001), _LOOK_S))
         found = future.result()
         assert isinstance(found, answer), "answers are decoded as what the protocol says"
         return found

@@ -102,10 +102,14 @@ class AliveMark:
     """A client process's file, locked for as long as the process lives or until `close`."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = f"alive-{os.getpid()}-{secrets.token_hex(8)}"
-        self._path = folder / self.name
-        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        while True:
+            self.name = f"alive-{os.getpid()}-{secrets.token_hex(8)}"
+            self._path = folder / self.name
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if os.fstat(fd).st_nlink:
+                break
+            os.close(fd)  # the server took it for a dead one's before it was locked
         self._close = weakref.finalize(self, _close_mark, fd, self._path, os.getpid())
         _close_in_children(fd, weakref.ref(self))
 
@@ -160,7 +164,7 @@ def is_alive(folder: Path, name: str) -> bool:
 
 def reclaim_marks(folder: Path) -> int:
     """Marks of processes that are gone are removed; how many."""
-    names = [path.name for path in folder.iterdir() if _ALIVE.fullmatch(path.name)]
+    names = [name for name in os.listdir(folder) if _ALIVE.fullmatch(name)]
     return sum(not is_alive(folder, name) for name in names)
 
 

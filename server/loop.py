@@ -30,6 +30,7 @@ from lamella.server.wire import MAX_MESSAGE_BYTES, Code
 
 _log = logging.getLogger(__name__)
 _TICK_S: Final = 0.25
+_SWEEP_S: Final = 1.0
 _LAST_ANSWERS_NS: Final = 300_000_000
 """A peer takes in its last answer before it sees the connection end: libzmq drops what was not read by then."""
 _BURST: Final = 64
@@ -115,12 +116,15 @@ class CacheServer:
             for socket in self._sockets:
                 poller.register(socket, zmq.POLLIN)
             poller.register(self._wake, zmq.POLLIN)
-            next_tick = time.monotonic()
+            next_tick = next_sweep = time.monotonic()
             while not self._may_return():
                 now = time.monotonic()
                 if now >= next_tick:
                     self.service.tick()
                     next_tick = now + _TICK_S
+                    if now >= next_sweep:  # marks of those who died before they registered
+                        reclaim_marks(self.settings.folder)
+                        next_sweep = now + _SWEEP_S
                 ready = dict(poller.poll(max(1, int((next_tick - now) * 1000))))
                 self._run_jobs()
                 for socket in self._sockets:

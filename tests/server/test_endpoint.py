@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -139,6 +140,25 @@ def test_marks_of_the_dead_are_removed_and_nothing_else(folder: Path) -> None:
     assert reclaim_marks(folder) == 1
     assert {path.name for path in folder.iterdir()} == {living.name, "alive-notes.txt"}
     living.close()
+
+
+def test_a_mark_that_is_swept_away_before_it_is_locked_is_made_again(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, swept = fcntl.flock, []
+
+    def flock(fd: int, how: int) -> None:
+        if not swept:
+            swept.append(True)
+            (path,) = folder.iterdir()
+            path.unlink()
+        real(fd, how)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    mark = AliveMark(folder)
+    monkeypatch.undo()
+    assert is_alive(folder, mark.name)
+    mark.close()
 
 
 @pytest.mark.parametrize("name", ["", "../serve.lock", "alive-1-xyz", "alive-1-0123456789abcdef/../x", "server.sock"])

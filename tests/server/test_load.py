@@ -28,3 +28,12 @@ def test_a_loaded_server_serves_right_bytes_and_is_left_as_it_was(
     assert report["marks_left"] == 0
     assert report["memories"] == 1, "the pool's own"
     assert report["resident_kib_end"] < report["resident_kib_early"] + 8192
+
+
+def test_servers_killed_under_load_cost_failed_loads_and_never_a_wrong_byte(tmp_path: Path) -> None:
+    report: dict[str, Any] = LOAD["run"](tmp_path / "serve", 900, 3, 400, seed=1, kill_server_every=300)
+    assert set(report["outcomes"]) <= {"right", "aborted", "lost"}, report
+    assert report["servers"] >= 3
+    assert report["outcomes"]["right"] > 600, "clients find each new server by themselves"
+    assert (report["sessions_left"], report["pinned_left"], report["writing_left"]) == (0, 0, 0)
+    assert (report["slots"], report["marks_left"], report["memories"]) == (LOAD["NUM_SLOTS"], 0, 1)

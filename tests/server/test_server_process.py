@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -445,3 +446,33 @@ def test_a_client_with_processes_and_ipc_of_its_own_needs_the_folder_and_the_mem
     finally:
         end(client)
     wait_until(lambda: slots(server, "pinned") == 0, "what it held is free, whatever its pid was")
+
+
+def test_a_server_that_is_killed_while_it_is_asked_costs_no_time_out(server: ServerProcess) -> None:
+    session = connect(server, timeout_s=60.0)
+    os.kill(server.process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.3, server.kill)
+    began = time.monotonic()
+    killer.start()
+    assert session.lookup(keys_of(1)) == MISS
+    assert time.monotonic() - began < 20.0
+    assert session.is_lost
+    killer.join()
+    session.close()
+
+
+def test_slots_are_never_given_in_the_memory_of_another_server(tmp_path: Path) -> None:
+    """SRV-6: whoever writes names the registration whose memory he has attached."""
+    with server_process(tmp_path) as server:
+        epochs: list[Epoch] = []
+        session = connect(server, timeout_s=3.0, on_epoch=epochs.append)
+        session.commit(session.allocate(keys_of(1), epoch=epochs[0]).lease, 0)
+        server.kill()
+        server.start()
+        server.wait_serving()
+        wait_until(lambda: len(epochs) == 2 and not session.is_lost, "it registers anew")
+        with pytest.raises(ServerLostError, match="attach the new ones"):
+            session.allocate(keys_of(1), epoch=epochs[0])
+        assert session.lookup(keys_of(1), epoch=epochs[0]) == MISS
+        assert session.allocate(keys_of(1), epoch=epochs[1]).lease != 0
+        session.close()
