@@ -135,7 +135,7 @@ class RecordingConnector(LamellaConnector):
         """What landed last is written down as well."""
         self._write_landed()
         if isinstance(self.worker, RecordingWorker):
-            if self._steps and self.worker.caches and str(self.worker._device).startswith("cuda"):
+            if self._steps and str(self.worker._device).startswith("cuda"):
                 import torch
 
                 torch.cuda.synchronize(self.worker._device)

@@ -9,6 +9,7 @@ NEEDS_AN_EXTRA = {
     "lamella.cuda_ext.torch": "torch",
     "lamella.connector.vllm": "vllm",
     "lamella.connector.vllm_engine": "vllm",
+    "lamella.connector.vllm_recording": "vllm",
     "lamella.connector.vllm_stats": "vllm",
     **{
         f"lamella.server.{name}": "msgspec"
