@@ -114,6 +114,7 @@ class Transfer:
         """Bytes it moves in all."""
         self.generation: int = queued.generation
         """Which use of its count word this is (SAFE-2)."""
+        self._landed = range(0)  # layers that have landed for certain
 
     @property
     def num_slices(self) -> int:
@@ -200,6 +201,13 @@ class Transfer:
             TimeoutError: the slice was not recorded within the bound.
             TransferStopped: it failed or was cancelled before the layer landed.
         """
+        if layer in self._landed:
+            return 0
+        landed = self._read().landed  # a look is cheaper than a wait, and for a late reader covers many layers
+        if landed:
+            self._landed = range(self.slices[0].first_layer, self.slices[landed - 1].end_layer)
+            if layer in self._landed:
+                return 0
         waited = ctypes.c_int64()
         status = self._library.lm_transfer_wait_layer(self._handle, layer, stream, _ns(timeout_s), ctypes.byref(waited))
         if status:
