@@ -128,8 +128,8 @@ class ConnectorSettings:
     carrier: str = "event"
     graph_waits: bool = False
     staging_mib: int = 64
-    window_mib: int = 8
-    turn_mib: int = 16
+    window_mib: int = 16
+    turn_mib: int = 32
     in_flight_mb: int = 55
     profile: str = "h200-llama-3.1-8b"
     bystander_weight: float = 1.0
