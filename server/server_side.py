@@ -31,7 +31,7 @@ class ServerSide:
     def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
         moves = self._moves
         slices, width, slot = moves.cut(order)
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), moves.watch()
 
         def ended() -> None:
             moves.fences.give(event)
@@ -62,7 +62,7 @@ class ServerSide:
             moves.pool.board,
             slot,
             stop=lambda: moves.line.ask(moves.abort_message(order.lease)),
-            peer_gone=lambda: moves.watch().gone_since(begun),
+            peer_gone=lambda: watch.gone_since(begun),
             look=moves.line.look,
             on_final=ended,
         )
@@ -71,7 +71,7 @@ class ServerSide:
         """As `Side.store`; the server takes all layers at once, when the last of them is computed."""
         moves = self._moves
         event = moves.fences.record()
-        begun = time.monotonic()
+        begun, watch = time.monotonic(), moves.watch()
         blocks, events = moves.packed(order.blocks), (event[1],) if event is not None else ()
         return BoardTransfer(
             parts,
@@ -79,7 +79,7 @@ class ServerSide:
             moves.pool.board,
             None,
             stop=lambda: moves.line.ask(moves.abort_message(order.lease)),
-            peer_gone=lambda: moves.watch().gone_since(begun),
+            peer_gone=lambda: watch.gone_since(begun),
             look=moves.line.look,
             on_final=lambda: moves.fences.give(event),
         )

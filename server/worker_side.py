@@ -103,7 +103,7 @@ class WorkerSide:
                     width,
                 )
             )
-            begun = time.monotonic()
+            begun, watch = time.monotonic(), moves.watch()
             if not is_safe_ahead(order):
                 _await(answer, moves.line, moves.timeout_s)
             transfer = self._engine.submit(
@@ -127,7 +127,7 @@ class WorkerSide:
         return GrantedTransfer(
             transfer,
             answer,
-            peer_gone=lambda: moves.watch().gone_since(begun),
+            peer_gone=lambda: watch.gone_since(begun),
             look=moves.line.look,
             timeout_s=moves.timeout_s,
         )

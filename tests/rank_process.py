@@ -85,7 +85,7 @@ class Rank:
     def __init__(self, folder: Path, side: TransferSide, fault: str) -> None:
         self.memory = RankMemory(num_layers=LAYERS, num_blocks=BLOCKS)
         self.paced = side is TransferSide.WORKER
-        options: dict[str, Any] = {"window_bytes": 1024, "staging_bytes": 4096, "in_flight_bytes": 2048}
+        options: dict[str, Any] = {"window_bytes": 512, "staging_bytes": 2048, "in_flight_bytes": 1024}
         rules = ALL_RULES
         if fault == "no_wait":
             rules = replace(ALL_RULES, wait_for_released=False)
@@ -157,19 +157,16 @@ class Rank:
         return self.worker.retrieve(request, self.locked.pop(number), (tuple(table),), num_chunks * CHUNK)
 
     def grant(self, windows: int) -> Any:
-        """So many windows may move; `GRANTED`: as many as there are, one by one, so that none is left for later."""
+        """So many windows may move, `GRANTED`: all there are; one by one, so that none is left for a later load."""
         if not self.paced:
             return
         engine = self.worker.engine
         assert engine is not None
-        if windows < GRANTED:
-            engine.grant(Direction.RETRIEVE, windows)
-            return
-        for _ in range(500):
+        for _ in range(min(windows, 500)):
             if not engine.lane(Direction.RETRIEVE).live_transfers:
                 return
             engine.grant(Direction.RETRIEVE, 1)
-            time.sleep(0.0003)
+            time.sleep(0.0005)
 
     def abort(self, number: int) -> Any:
         self.worker.abort(number)
