@@ -450,6 +450,7 @@ def test_a_client_with_processes_and_ipc_of_its_own_needs_the_folder_and_the_mem
 
 def test_a_server_that_is_killed_while_it_is_asked_costs_no_time_out(server: ServerProcess) -> None:
     session = connect(server, timeout_s=60.0)
+    assert session.lookup(keys_of(1)) == MISS
     os.kill(server.process.pid, signal.SIGSTOP)
     killer = threading.Timer(0.3, server.kill)
     began = time.monotonic()
