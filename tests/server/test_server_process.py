@@ -22,7 +22,7 @@ import zmq.auth
 
 import lamella
 from lamella.cuda_ext.registration import NoRegistrar
-from lamella.cuda_ext.shared_memory import HostMemory
+from lamella.cuda_ext.shared_memory import HostMemory, reclaim_stale
 from lamella.cuda_ext.slots import SlotMemory
 from lamella.server.client import MISS, CacheSession, Epoch
 from lamella.server.connection import Connection, ServerLostError
@@ -460,6 +460,7 @@ def test_a_server_that_is_killed_while_it_is_asked_costs_no_time_out(server: Ser
     assert session.is_lost
     killer.join()
     session.close()
+    reclaim_stale()
 
 
 def test_slots_are_never_given_in_the_memory_of_another_server(tmp_path: Path) -> None:
