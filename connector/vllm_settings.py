@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias
 
 from lamella.cuda_ext.arrival import Carrier
+from lamella.reference.auto import BYSTANDER_WEIGHT
 from lamella.reference.ordering import parse_order
 from lamella.reference.release import ReleasePolicy, WeighedRelease, Whole, parse_release
 from lamella.reference.slices import parse_width
@@ -98,12 +99,13 @@ class ConnectorSettings:
         io_threads: threads that read and write the file tier.
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
         carrier: `event` or `value`, how streams learn of landings (CUDA).
+        graph_waits: layers' waits are captured into full CUDA graphs too, which vLLM then keeps, and a load has
+            `wait_timeout_s` in all; no meaning where no layer waits.
         staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
         profile: what `auto` knows of the device before it has observed any: a shipped profile, or a file that
             `lamella calibrate` wrote.
-        bystander_weight: for `auto`, how much a ns for which a decoding request stands still that has loaded nothing
-            counts against a ns of time to first token.
-        tpot_weight: the same for one whose own hit was loaded.
+        bystander_weight: for `auto`, how much a ns for which a decoding request stands still counts against a ns of
+            time to first token.
 
     Raises:
         ValueError: an unknown name, or a value that cannot mean anything.
@@ -132,8 +134,7 @@ class ConnectorSettings:
     turn_mib: int = 32
     in_flight_mb: int = 55
     profile: str = "h200-llama-3.1-8b"
-    bystander_weight: float = 1.0
-    tpot_weight: float = 1.0
+    bystander_weight: float = BYSTANDER_WEIGHT
 
     def __post_init__(self) -> None:
         for name in ("use_layerwise", "graph_waits"):
@@ -146,8 +147,7 @@ class ConnectorSettings:
             _check_number(name, getattr(self, name), int | float)
         if self.file_tier_gib is not None:
             _check_number("file_tier_gib", self.file_tier_gib, int | float)
-        for name in ("bystander_weight", "tpot_weight"):
-            _check_number(name, getattr(self, name), int | float, least=0)
+        _check_number("bystander_weight", self.bystander_weight, int | float, least=0)
         texts = ("order", "object_form", "salt", "carrier", "profile")
         for name in texts if self.release is None else (*texts, "release"):
             if not isinstance(getattr(self, name), str):
