@@ -162,7 +162,7 @@ def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]
         failed = junit(path)["failed"]
         return {"name": mutant.name, "killed": bool(failed), "why": failed[0] if failed else "every law held"}
 
-    with ThreadPoolExecutor(max(1, min(6, len(os.sched_getaffinity(0)) // 2))) as pool:
+    with ThreadPoolExecutor(max(1, min(16, len(os.sched_getaffinity(0)) // 2))) as pool:
         return list(pool.map(try_one, planted_faults()))
 
 
