@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from lamella.reference.auto import AutoPolicy
@@ -10,8 +10,7 @@ from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction
 from lamella.reference.release import StallPrice, waits_its_turn
-from lamella.reference.slices import plan_slices
-from lamella.reference.timeline import NOTHING_TO_LOAD, Load
+from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
 from lamella.sim.engine import Engine
 from lamella.sim.requests import Job
 
@@ -25,9 +24,9 @@ class AutoEngine(Engine):
     Args:
         policy: chooses.
         load_of: the load of so many tokens with such a width, on the true link.
+        on_choice: called with each decision; None if nobody counts.
         can: what the engine can do.
         learns: whether observations correct the policy's profile.
-        on_choice: called with each decision; None if nobody counts.
         (others): as `Engine`.
     """
 
@@ -36,15 +35,15 @@ class AutoEngine(Engine):
         *arguments: Any,
         policy: AutoPolicy,
         load_of: Callable[[int, int | tuple[int, ...]], Load],
-        can: Abilities,
-        learns: bool,
-        on_choice: Callable[[Decision], object] | None,
+        on_choice: Callable[[Decision], object] | None = None,
+        can: Abilities | None = None,
+        learns: bool = True,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
         self._policy = policy
         self._load_of = load_of
-        self._can = can
+        self._can = can or Abilities()
         self._learns = learns
         self._on_choice = on_choice
         self.correction = Correction()
@@ -130,34 +129,31 @@ class AutoEngine(Engine):
 
     def _land(self, job: Job, part: int) -> None:
         super()._land(job, part)
-        if not job.landed:
+        transfer, now = job.transfer, self._clock.now_ns
+        if job.gate is None or transfer is None or not job.gate.all_landed:
             return
-        now = self._clock.now_ns
         self._ledger.ended(job.sequence, now)
-        if self._learns and job.transfer is not None:
-            load = job.request.load
-            took_ns = now - max(job.submitted_ns, self._last_landing_ns)
-            tokens = sum(load.slice_bytes) // self._policy.token_bytes
-            self.correction = self.correction.after_load(
-                self._policy.wire_ns(tokens), took_ns - len(load.slice_ns) * self._policy.slice_ns
-            )
+        begun_ns = max(transfer.submission.arrival_ns, self._last_landing_ns)
         self._last_landing_ns = now
+        if self._learns:
+            load = job.request.load
+            tokens = sum(load.slice_bytes) // self._policy.token_bytes
+            took_ns = now - begun_ns - len(load.slice_ns) * self._policy.slice_ns
+            self.correction = self.correction.after_load(self._policy.wire_ns(tokens), took_ns)
 
-    def _begin_step(self, taken: Sequence[Any]) -> None:
+    def _fail(self, job: Job, failure: str) -> None:
+        self._ledger.ended(job.sequence, self._clock.now_ns)
+        super()._fail(job, failure)
+
+    def _begin_step(self, taken: list[tuple[Job, Chunk]]) -> None:
         for job, _ in taken:
             self._ledger.joined(job.sequence)
-        super()._begin_step(taken)  # type: ignore[arg-type]
+        super()._begin_step(taken)
 
     def _end_step(self) -> None:
         step = self._step
         if self._learns and step is not None and step.taken and not step.loads:
             prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in step.taken]
-            self.correction = self.correction.after_steps(
-                self._policy.step_ns(prefills), self._clock.now_ns - step.start_ns
-            )
+            expected_ns = self._policy.step_ns(prefills, step.decode_batch, self._scheduler.context_tokens)
+            self.correction = self.correction.after_steps(expected_ns, self._clock.now_ns - step.start_ns)
         super()._end_step()
-
-
-def slices_of(num_layers: int, width: int | tuple[int, ...]) -> tuple[int, ...]:
-    """Layers of each slice."""
-    return tuple(part.num_layers for part in plan_slices(num_layers, width))

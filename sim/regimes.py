@@ -23,11 +23,13 @@ WORTH_IT: Final = 0.01
 
 
 def burst_ttft_ns(device: Device, regime: Regime, strategy: Strategy) -> list[int]:
-    """TTFT of each request of a burst, by the recursion.
+    """TTFT of each request of a burst, by the recursion; by events where an arm is chosen for each request.
 
     Raises:
         ValueError: the regime is outside the device's profile.
     """
+    if strategy.chooses:
+        return burst_ttft_in_world_ns(device, regime, strategy)
     request = device.request(regime, strategy)
     compute = device.compute(strategy)
     cached = request.cached_tokens
@@ -43,7 +45,13 @@ def burst_ttft_ns(device: Device, regime: Regime, strategy: Strategy) -> list[in
 
 def burst_ttft_in_world_ns(device: Device, regime: Regime, strategy: Strategy) -> list[int]:
     """The same by discrete events; equal to the nanosecond."""
-    world = World(device.compute(strategy), strategy.order, strategy.release, device.settings())
+    world = World(
+        device.compute(strategy),
+        strategy.order,
+        strategy.release,
+        device.settings(),
+        make_engine=device.engine(strategy),
+    )
     for tag in range(regime.concurrency):
         world.arrive(device.request(regime, strategy, tag)._replace(output_tokens=1))
     return [record.ttft_ns for record in sorted(world.run(), key=lambda record: record.tag)]
@@ -268,6 +276,8 @@ def check_in_world(device: Device, regime_map: RegimeMap, seed: int, share: floa
     count = min(most, max(1, round(len(regime_map.cells) * share)))
     for cell in random.Random(seed).sample(regime_map.cells, count):
         for strategy in regime_map.strategies:
+            if strategy.chooses:
+                continue  # of it the recursion knows nothing
             by_recursion = burst_ttft_ns(device, cell.regime, strategy)
             in_world = burst_ttft_in_world_ns(device, cell.regime, strategy)
             if by_recursion != in_world:

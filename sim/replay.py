@@ -20,7 +20,7 @@ from lamella.sim.request_table import request_rows
 from lamella.sim.routing import BLOCK_TOKENS, RoutedRequest, Routing
 from lamella.sim.scheduler import Request
 from lamella.sim.serving import Slo
-from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
+from lamella.sim.strategies import AUTO, CHUNK_MAJOR, RECOMPUTE, Device, Strategy
 from lamella.sim.world import RequestRecord, World
 
 SLICE_WIRE_NS: Final = 500_000
@@ -31,6 +31,7 @@ ARMS: Final = (
     CHUNK_MAJOR,
     Strategy(1, Fifo(), First()),
     Strategy(1, Fifo(), JustInTime(None)),
+    AUTO,
     Strategy(1, RoundRobin(), First()),
     RECOMPUTE,
 )
@@ -200,7 +201,7 @@ class _Loader:
         if width is not None:
             plan_slices(device.profile.num_layers, width)  # an impossible width is refused before anything runs
         self.name = str(strategy)
-        if strategy.layerwise:
+        if strategy.layerwise and not strategy.chooses:
             self.name = f"{strategy.order.name}/{'auto' if width is None else width}/{strategy.release}"
 
     def world(self, on_finish: Callable[[RequestRecord], object] | None, *, keep: bool) -> World:
@@ -214,6 +215,7 @@ class _Loader:
             on_finish=on_finish,
             keep_steps=keep,
             keep_slices=keep,
+            make_engine=device.engine(strategy),
         )
 
     def alone_ns(self, routed: RoutedRequest) -> int:
@@ -244,7 +246,7 @@ class _Loader:
         return self._loads[tokens]
 
     def _with_width(self, tokens: int) -> Strategy:
-        if not self._strategy.layerwise:
+        if not self._strategy.layerwise or self._strategy.chooses:
             return self._strategy
         width = self._width
         if width is None:

@@ -7,14 +7,19 @@ it off" means the better of these two.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final
 
+from lamella.reference.auto import AutoPolicy
 from lamella.reference.ordering import Fifo, OrderPolicy, RoundRobin, parse_order
 from lamella.reference.profile import DeviceProfile, Graphs
-from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole, parse_release
+from lamella.reference.release import First, JustInTime, ReleasePolicy, WeighedRelease, Whole, parse_release
 from lamella.reference.slices import parse_width, plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load, StepRule
+from lamella.sim.auto import AutoEngine
+from lamella.sim.engine import Engine
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.stations import ComputeModel, plan_load
 
@@ -28,12 +33,14 @@ class Strategy:
         order: whose slice the link carries next.
         release: when a request may run.
         loads: False computes the hit's tokens again and loads nothing.
+        chooses: `auto`: for each request one of all these ways, by `lamella.reference.auto`.
     """
 
     width: int | tuple[int, ...] | None
     order: OrderPolicy
     release: ReleasePolicy
     loads: bool = True
+    chooses: bool = False
 
     @property
     def layerwise(self) -> bool:
@@ -43,6 +50,8 @@ class Strategy:
     def __str__(self) -> str:
         if not self.loads:
             return "recompute"
+        if self.chooses:
+            return "auto"
         if self == CHUNK_MAJOR:
             return "chunk-major"
         width = "all" if self.width is None else ",".join(map(str, _as_tuple(self.width)))
@@ -53,6 +62,8 @@ CHUNK_MAJOR: Final = Strategy(None, Fifo(), Whole())
 RECOMPUTE: Final = Strategy(None, Fifo(), Whole(), loads=False)
 INTERLEAVED: Final = Strategy(1, RoundRobin(), First())
 
+AUTO: Final = Strategy(None, Fifo(), WeighedRelease(), chooses=True)
+
 OFF: Final = (CHUNK_MAJOR, RECOMPUTE)
 """What one has with layerwise transfer off."""
 
@@ -62,13 +73,14 @@ CANDIDATES: Final = (
     Strategy(8, Fifo(), First()),
     Strategy(1, Fifo(), JustInTime()),
     Strategy(1, Fifo(), JustInTime(None)),
+    AUTO,
     INTERLEAVED,
 )
 """What is compared unless said otherwise; interleaving is the control arm."""
 
 
 def parse_strategy(text: str) -> Strategy:
-    """The strategy written as `chunk-major`, `recompute`, or `order/width/release` such as `fifo/1/first`.
+    """The strategy written as `chunk-major`, `recompute`, `auto`, or `order/width/release` such as `fifo/1/first`.
 
     Raises:
         ValueError: any other text, or an order, width or release that does not exist.
@@ -76,13 +88,13 @@ def parse_strategy(text: str) -> Strategy:
     >>> str(parse_strategy("shortest_remaining/1,1,2,4/jit:2ms")), str(parse_strategy("fifo/all/whole"))
     ('shortest_remaining/1,1,2,4/jit:2ms', 'chunk-major')
     """
-    for known in OFF:
+    for known in (*OFF, AUTO):
         if text == str(known):
             return known
     parts = text.split("/")
     if len(parts) != 3:
         raise ValueError(
-            f"a strategy is chunk-major, recompute or order/width/release, such as fifo/1/first; got {text!r}"
+            f"a strategy is chunk-major, recompute, auto or order/width/release, such as fifo/1/first; got {text!r}"
         )
     order, width, release = parts
     return Strategy(None if width == "all" else parse_width(width), parse_order(order), parse_release(release))
@@ -157,6 +169,15 @@ class Device:
         """Step times. Waits per layer rule out full graphs, so early release decodes with piecewise ones."""
         waits = strategy.loads and not isinstance(strategy.release, Whole)
         return self._compute[Graphs.PIECEWISE if waits else Graphs.FULL]
+
+    def engine(self, strategy: Strategy) -> Callable[..., Engine]:
+        """What makes the world's engine: one that chooses for each request, or one that does as it is told."""
+        if not strategy.chooses:
+            return Engine
+        return partial(AutoEngine, policy=AutoPolicy(self.profile), load_of=self._load_of)
+
+    def _load_of(self, tokens: int, width: int | tuple[int, ...]) -> Load:
+        return self.load(tokens, replace(AUTO, width=width))
 
     def settings(self) -> EngineSettings:
         """As measured, where step times include their start; loads are submitted at the engine's poll, as vLLM does."""

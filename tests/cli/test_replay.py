@@ -74,7 +74,7 @@ def test_the_document_holds_everything_the_table_shows_and_the_excluded_requests
     assert found["settings"]["instances_chosen"] is False
     (excluded,) = found["routing"]["excluded"]
     assert excluded["input_tokens"] == 150_000
-    assert [arm["num_requests"] for arm in found["arms"]] == [found["routing"]["requests"]] * 5
+    assert [arm["num_requests"] for arm in found["arms"]] == [found["routing"]["requests"]] * 6
     for arm in found["arms"]:
         assert set(arm["ttft"]) == {"mean_ns", "p50_ns", "p90_ns", "p99_ns"}
         assert isinstance(arm["saturated"], bool)
@@ -101,7 +101,7 @@ def test_in_processes_or_resumed_it_writes_the_same_bytes(trace: Path, tmp_path:
     journal = tmp_path / "journal"
     assert replayed("processes", "--engine", "processes", "--workers", "2", "--journal", str(journal)) == plain
     lines = (journal / "replay.jsonl").read_bytes().splitlines(keepends=True)
-    assert len(lines) == 1 + 5 * 3
+    assert len(lines) == 1 + 6 * 3
     (journal / "replay.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])
     assert replayed("resumed", "--journal", str(journal)) == plain
     other = run(str(trace), "--instances", "2", "--journal", str(journal))

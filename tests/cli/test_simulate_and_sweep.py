@@ -53,7 +53,7 @@ def test_simulate_prints_a_row_a_strategy_and_ends_with_the_verdict(tmp_path: Pa
 def test_sweep_prints_a_map_and_the_point_and_ends_with_what_to_do(tmp_path: Path) -> None:
     arguments = ("--concurrency", "4", "--concurrencies", "4,1", "--ratios", "0.5,4")
     printed = run("sweep", *arguments, "--requests", "4", "--repeats", "2", "--out", str(tmp_path))
-    assert "6 regimes × 7 strategies by the recursion" in printed
+    assert "6 regimes × 8 strategies by the recursion" in printed
     assert "1 of them again as discrete events: equal to the nanosecond" in printed
     assert "Break-even concurrency: fifo/1/first pays at every concurrency tried (1 .. 4)." in printed
     last = printed.splitlines()[-1]
@@ -79,6 +79,14 @@ def test_the_users_own_point_is_a_cell_of_the_map(tmp_path: Path) -> None:
     cells = {(cell["hit_tokens"], cell["new_tokens"], cell["concurrency"]) for cell in document["cells"]}
     assert (15_152, 801, 3) in cells
     assert (document["point"]["new_tokens"], document["point"]["concurrency"]) == (801, 3)
+
+
+def test_a_width_that_is_chosen_by_request_is_a_strategy_too(tmp_path: Path) -> None:
+    printed = run("simulate", "--width", "auto", "--requests", "3", "--out", str(tmp_path))
+    assert "→ auto" in printed
+    explained = run("explain", "median", "--trace", str(tmp_path / "simulate.trace.json"))
+    assert explained.startswith("Request ")
+    assert "(simulated, auto)" in explained
 
 
 def test_leave_it_off_is_an_answer(tmp_path: Path) -> None:
@@ -291,7 +299,7 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
         (("sweep", "--concurrency", "500"), "500 requests at once"),
         (("sweep", "--ratios", "100"), "no number of new tokens over 15,152 cached ones gives T/P = 100"),
         (("sweep", "--ratios", "nan"), "each ratio must be positive, got nan"),
-        (("sweep", "--strategy", "fifo/1"), "a strategy is chunk-major, recompute or order/width/release"),
+        (("sweep", "--strategy", "fifo/1"), "a strategy is chunk-major, recompute, auto or order/width/release"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
