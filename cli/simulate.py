@@ -68,7 +68,9 @@ def simulate(
     hit_tokens: HitTokensOption = None,
     new_tokens: NewTokensOption = None,
     concurrency: ConcurrencyOption = 4,
-    width: Annotated[str, typer.Option(help="Layers per slice: 1, 8, a schedule such as 1,1,2,4, or all.")] = "1",
+    width: Annotated[
+        str, typer.Option(help="Layers per slice: 1, 8, a schedule such as 1,1,2,4, all, or auto: chosen by request.")
+    ] = "1",
     order: Annotated[str, typer.Option(help=f"Whose slice goes next across requests: {', '.join(ORDERS)}.")] = "fifo",
     release: Annotated[str, typer.Option(help="whole, first, first:K, jit, jit:Nms or jit:step.")] = "first",
     output_tokens: OutputTokensOption = 50,
@@ -113,11 +115,11 @@ def simulate(
     from lamella.sim.report import chosen_strategies, simulate_document
     from lamella.sim.request_table import request_rows, write_requests
     from lamella.sim.serving import run_world, summarise, verdict_of
-    from lamella.sim.strategies import CANDIDATES, parse_strategy
+    from lamella.sim.strategies import AUTO, CANDIDATES, parse_strategy
 
     with refuse_bad_input():
         device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate)
-        asked = parse_strategy(f"{order}/{width}/{release}")
+        asked = AUTO if width == "auto" else parse_strategy(f"{order}/{width}/{release}")
         regime = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         arrivals = _arrivals(rate, turns, think, question_tokens)
         slo = parse_slo(slo_ttft, slo_tpot)

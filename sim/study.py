@@ -17,7 +17,7 @@ from lamella.sim.arrivals import Arrivals
 from lamella.sim.parallel import Running, run_cells
 from lamella.sim.regimes import WORTH_IT
 from lamella.sim.serving import Outcome, Slo, serve
-from lamella.sim.strategies import INTERLEAVED, OFF, Device, Regime, Strategy
+from lamella.sim.strategies import AUTO, INTERLEAVED, OFF, Device, Regime, Strategy
 
 TIE: Final = WORTH_IT / 2
 """Strategies whose changes differ by less are equal; of these the simplest is recommended."""
@@ -26,7 +26,7 @@ CERTAIN: Final = 2.0
 
 
 def study_strategies(num_layers: int) -> tuple[Strategy, ...]:
-    """What is tried: what is off, widths by powers of two with the release rules, and interleaving as the control."""
+    """What is tried: off, widths by powers of two with the release rules, a choice by request, and the control."""
     widths = [width for width in (1, 2, 4, 8, 16) if width <= num_layers]
     releases: list[tuple[ReleasePolicy, list[int]]] = [
         (First(), widths),
@@ -34,7 +34,11 @@ def study_strategies(num_layers: int) -> tuple[Strategy, ...]:
         (JustInTime(None), [width for width in (1, 4) if width in widths]),
     ]
     early = (Strategy(width, Fifo(), release) for release, chosen in releases for width in chosen)
-    return (*OFF, *early, INTERLEAVED)
+    return (*OFF, *early, AUTO, INTERLEAVED)
+
+
+WORST_TRADE: Final = 10.0
+"""A first token is not worth an answer that ends so many times as much later as the token comes earlier."""
 
 
 class StudySetting(NamedTuple):
@@ -147,8 +151,10 @@ class Study:
         others = [one for one in usable if (one.order, one.release) != (best.order, best.release)]
         others += [one for one in (INTERLEAVED, *OFF) if one in self.strategies]
         next_best = min(others, key=lambda one: self.mean(here, one))
+        earlier = self.mean(here, off) - self.mean(here, best)
+        later = self.mean(here, best, "mean_end_ns") - self.mean(here, off, "mean_end_ns")
         return Recommendation(
-            best if changes[best].certain_gain else off,
+            best if changes[best].certain_gain and later <= WORST_TRADE * earlier else off,
             off,
             best,
             changes[best],
@@ -163,10 +169,10 @@ class Study:
         return tuple(one for one in self.concurrencies if self.change(one, strategy).certain_gain)
 
 
-def _effort(strategy: Strategy) -> tuple[int, int, str]:
-    """What a strategy asks for: a release rule without a forecast is simpler, wider slices are fewer."""
+def _effort(strategy: Strategy) -> tuple[bool, bool, int, str]:
+    """What a strategy asks for: one that does not choose, or forecast, is simpler; wider slices are fewer."""
     width = strategy.width if isinstance(strategy.width, int) else 0
-    return (strategy.release.needs_forecast, -width, str(strategy))
+    return (strategy.chooses, strategy.release.needs_forecast, -width, str(strategy))
 
 
 class StudyPlan(NamedTuple):
@@ -255,8 +261,11 @@ def _what_to_do(found: Recommendation) -> str:
         return f"Leave it off ({found.off}): the best layerwise setting, {found.best_layerwise}, gives {against}."
     one = found.strategy
     condition = " only if first tokens matter more than whole answers" if found.price.mean >= WORTH_IT else ""
+    setting = f"width {one.width}, order {one.order.name}, release {one.release}"
+    if one.chooses:
+        setting = "auto, which chooses for each request"
     return (
-        f"Turn it on{condition}: width {one.width}, order {one.order.name}, release {one.release}: {against}. "
+        f"Turn it on{condition}: {setting}: {against}. "
         f"The next best, {found.next_best}, takes {found.margin:+.1%} TTFT."
     )
 

@@ -8,12 +8,12 @@ from lamella.sim.arrivals import Conversations
 from lamella.sim.parallel import Runner, Running
 from lamella.sim.profiles import load_profile
 from lamella.sim.serving import Outcome, Slo, serve
-from lamella.sim.strategies import CHUNK_MAJOR, INTERLEAVED, RECOMPUTE, Device, Regime, Strategy, parse_strategy
+from lamella.sim.strategies import AUTO, CHUNK_MAJOR, INTERLEAVED, RECOMPUTE, Device, Regime, Strategy, parse_strategy
 from lamella.sim.study import Study, answer_lines, compute_study, plan_study, study_strategies
 
 DEVICE = Device(load_profile())
 FIRST, WIDE, JIT = (parse_strategy(f"fifo/{rest}") for rest in ("1/first", "8/first", "1/jit"))
-TRIED = (CHUNK_MAJOR, RECOMPUTE, FIRST, WIDE, JIT, INTERLEAVED)
+TRIED = (CHUNK_MAJOR, RECOMPUTE, FIRST, WIDE, JIT, AUTO, INTERLEAVED)
 REGIME = Regime(15_152, 768, 2, 50)
 PLAIN = serve(DEVICE, Regime(1_024, 64, 1), CHUNK_MAJOR, 1, 0)
 
@@ -77,6 +77,12 @@ def test_earlier_first_tokens_for_later_answers_are_left_to_the_reader() -> None
     assert answer_lines(study, Slo())[-1].startswith("Turn it on only if first tokens matter more than whole answers: ")
 
 
+def test_a_first_token_is_not_bought_with_ten_times_as_much_of_the_answer() -> None:
+    """30 ms earlier for 500 ms later is off; for 200 ms later it is left to the reader."""
+    assert not made_up({2: {FIRST: (0.7, 0.7)}}, latency=1.5).recommend().strategy.layerwise
+    assert made_up({2: {FIRST: (0.7, 0.7)}}, latency=1.2).recommend().strategy == FIRST
+
+
 @pytest.mark.parametrize(
     ("factors", "said"),
     [
@@ -118,9 +124,18 @@ def test_a_study_of_conversations_is_checked_at_their_longest_prompt() -> None:
         plan_study(DEVICE, REGIME, (1,), TRIED, arrivals=Conversations(2000, 64))
 
 
+def test_a_choice_by_request_is_named_if_it_is_better_and_not_if_it_is_equal() -> None:
+    def recommended(factor: float) -> str:
+        study = made_up({2: {FIRST: (0.7, 0.7), AUTO: (factor, factor)}})
+        return answer_lines(study, Slo())[-1]
+
+    assert recommended(0.6).startswith("Turn it on: auto, which chooses for each request: mean TTFT -40.0%")
+    assert recommended(0.698).startswith("Turn it on: width 1, order fifo, release first: mean TTFT -30.0%")
+
+
 def test_the_usual_strategies_fit_the_model() -> None:
     tried = study_strategies(4)
-    assert {one.width for one in tried if one.layerwise} == {1, 2, 4}
+    assert {one.width for one in tried if one.layerwise and not one.chooses} == {1, 2, 4}
     assert tried[-1] == INTERLEAVED
     DEVICE.check(REGIME, study_strategies(DEVICE.profile.num_layers))
 
