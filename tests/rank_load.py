@@ -46,7 +46,7 @@ def main(folder: Path, name: str, side: TransferSide, seed: int) -> None:
                 if time.monotonic() > end:
                     print("hung", flush=True)
                     return
-                time.sleep(0.0002)
+                time.sleep(0.001)
             if aborted:
                 print("aborted", flush=True)
             elif not report.loads[number].ok:

@@ -27,6 +27,7 @@ class Load:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.seed = 0
+        self.pids: list[int] = []
         self.counts: Counter[str] = Counter()
         self.selector = selectors.DefaultSelector()
         self.ranks = [self.start(index) for index in range(RANKS)]
@@ -37,6 +38,7 @@ class Load:
         command = [sys.executable, str(PROGRAM), str(self.folder), f"engine-{index}", side.value, str(self.seed)]
         rank = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1)
         assert rank.stdout is not None
+        self.pids.append(rank.pid)
         self.selector.register(rank.stdout, selectors.EVENT_READ, index)
         return rank
 
@@ -84,7 +86,6 @@ def _rss_mib(server: ServerProcess) -> float:
 
 @pytest.mark.timeout(1200)
 def test_ten_thousand_retrieves_leave_no_wrong_byte_and_nothing_held(tmp_path: Path) -> None:
-    shared_before = set(os.listdir("/dev/shm"))
     with serving(tmp_path / "s", "--memory", "1MiB", "--lease", "5s") as server:
         load = Load(tmp_path / "s")
         began = time.monotonic()
@@ -108,7 +109,8 @@ def test_ten_thousand_retrieves_leave_no_wrong_byte_and_nothing_held(tmp_path: P
             time.sleep(0.1)
         rss_mib = _rss_mib(server)
         pinned = {name: value for name, value in figures.items() if "state=pinned" in name or "state=writing" in name}
-    left = set(os.listdir("/dev/shm")) - shared_before
+    pids = [*load.pids, server.process.pid]
+    left = [name for name in os.listdir("/dev/shm") if any(f"-{pid}-" in name for pid in pids)]
     print(
         f"{load.counts.total()} retrieves in {took_s:.0f} s: {dict(load.counts)}; {load.seed - RANKS} ranks killed; "
         f"server RSS {warm_mib:.1f} -> {rss_mib:.1f} MiB; left in /dev/shm: {len(left)}; held: {held}; {pinned}"
@@ -117,5 +119,5 @@ def test_ten_thousand_retrieves_leave_no_wrong_byte_and_nothing_held(tmp_path: P
     assert load.counts["failed"] <= load.counts.total() // 100
     assert held == {}
     assert not any(pinned.values())
-    assert left == set()
+    assert left == []
     assert rss_mib < warm_mib + 32, "memory does not come back to where it was"
