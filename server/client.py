@@ -129,12 +129,8 @@ class CacheSession:
         found: tuple[int, Connection] | None = getattr(self._threads, "found", None)
         if found is not None and found[0] == number:
             return found[1]
-        made = Connection(self._where, timeout_s=self._timeout_s, context=self._context)
+        made = self._open()
         self._threads.found = (number, made)
-        with self._connections_lock:
-            self._connections.append(made)
-            if found is not None and found[1] in self._connections:
-                self._connections.remove(found[1])
         if found is not None:
             found[1].close()
         return made
@@ -312,6 +308,7 @@ class CacheSession:
         """The server lets go of everything of this session. A second call does nothing."""
         self._stopping.set()
         self._woken.set()
+        self._give_up("the session is closed")
         self._thread.join()
         self._mark.close()
         self._close_sockets()
@@ -340,11 +337,25 @@ class CacheSession:
         if not self._lost:
             _log.warning("the cache server is lost (%s); everything is a miss until it is back", reason)
             self._lost = reason
+            self._give_up(reason)
         self._woken.set()
+
+    def _open(self) -> Connection:
+        made = Connection(self._where, timeout_s=self._timeout_s, context=self._context)
+        with self._connections_lock:
+            self._connections = [one for one in self._connections if not one.closed]
+            self._connections.append(made)
+        return made
+
+    def _give_up(self, reason: str) -> None:
+        """Nobody waits any longer for the server that was."""
+        with self._connections_lock:
+            for connection in self._connections:
+                connection.give_up(reason)
 
     def _begin(self) -> None:
         bound_s = max(self._timeout_s, _REGISTER_S)
-        with Connection(self._where, timeout_s=self._timeout_s, context=self._context) as connection:
+        with self._open() as connection:
             registered = connection.call(self._register, Registered, bound_s)
             epoch = Epoch(1 if self._epoch is None else self._epoch.number + 1, registered)
             self._on_epoch(epoch)

@@ -64,6 +64,7 @@ class Connection:
         self._numbers = itertools.count(1)
         self._open: dict[int, tuple[type[Message], Future[Any]]] = {}
         self._was_connected = False
+        self._given_up = ""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits for a server that may be another by then
@@ -92,8 +93,10 @@ class Connection:
             number = next(self._numbers)
             frame = encode(number, message)
             # Once there was a server, waiting for the next one is not this call's business.
-            if not self._socket.poll(0 if self._was_connected else int(self.timeout_s * 1000), zmq.POLLOUT):
-                raise ServerLostError("no server answers there")
+            deadline = time.monotonic() + (0.0 if self._was_connected else self.timeout_s)
+            while not self._socket.poll(self._slice_ms(deadline), zmq.POLLOUT):
+                if self._given_up or time.monotonic() >= deadline:
+                    raise ServerLostError(self._given_up or "no server answers there")
             self._was_connected = True
             future: Future[Any] = Future()
             self._open[number] = (answer, future)
@@ -127,18 +130,25 @@ class Connection:
             future = self.request(message)
             while not future.done():
                 left_s = deadline - time.monotonic()
-                cut = not self._socket.poll(0, zmq.POLLOUT)
-                if left_s <= 0 or cut:
+                given_up = self._given_up or ("" if self._socket.poll(0, zmq.POLLOUT) else "the connection was cut")
+                if left_s <= 0 or given_up:
                     self.poll()  # it may have come just before
                     if future.done():
                         break
                     self.forget(future)
-                    reason = "the connection was cut" if cut else f"none within {bound_s} s"
+                    reason = given_up or f"none within {bound_s} s"
                     raise ServerLostError(f"no answer to {type(message).__name__}: {reason}")
-                self.poll(min(max(left_s, 0.001), _LOOK_S))
+                self.poll(self._slice_ms(deadline) / 1000)
         found = future.result()
         assert isinstance(found, answer), "answers are decoded as what the protocol says"
         return found
+
+    def give_up(self, reason: str) -> None:
+        """Who waits here does so no longer, for this reason. From any thread, and for good: make another connection."""
+        self._given_up = reason
+
+    def _slice_ms(self, deadline: float) -> int:
+        return int(min(max(deadline - time.monotonic(), 0.0), _LOOK_S) * 1000)
 
     def forget(self, future: Future[Any]) -> None:
         """The answer is not wanted any more; one that still comes is dropped."""
@@ -147,6 +157,11 @@ class Connection:
                 if found is future:
                     del self._open[number]
         future.cancel()
+
+    @property
+    def closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._socket.closed
 
     @property
     def num_open(self) -> int:

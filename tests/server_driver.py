@@ -49,7 +49,7 @@ from lamella.server.settings import ServerSettings
 from lamella.server.shapes import send_groups, send_space
 from lamella.server.wire import EVERY_RANK, Kind
 
-WAIT_S = 20.0
+WAIT_S = 60.0
 CHUNK = 4
 LOCAL = Peer(is_local=True)
 
