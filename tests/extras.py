@@ -14,7 +14,19 @@ NEEDS_AN_EXTRA = {
     **{
         f"lamella.server.{name}": "msgspec"
         for name in (
-            *("bench", "client", "connection", "frames", "handlers", "lending", "loop", "metrics", "mover", "moves"),
+            *(
+                "adapters",
+                "bench",
+                "client",
+                "connection",
+                "frames",
+                "handlers",
+                "lending",
+                "loop",
+                "metrics",
+                "mover",
+                "moves",
+            ),
             *("protocol", "rank", "rank_stores", "sequences", "server_side", "service", "sessions", "shapes", "tcp"),
             *("wire", "worker", "worker_side"),
         )
