@@ -259,15 +259,19 @@ def test_one_instance_saturates_on_what_a_fleet_got() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mooncake_conversation_trace.jsonl", "mooncake_synthetic_trace.jsonl"])
-def test_a_published_trace_runs_through_all_arms_at_300_times_real_time_on_one_core(name: str) -> None:
+def test_a_published_trace_is_replayed_at_500_times_real_time_on_one_core_by_every_policy(name: str) -> None:
+    """Read, routed and served to the last token."""
     folder = os.environ.get("LAMELLA_TRACE_DIR")
     if not folder:
         pytest.skip("LAMELLA_TRACE_DIR names no folder with the Mooncake traces")
     began = time.process_time()
     trace = load_trace(Path(folder) / name)
     routing = choose_instances(trace, DEVICE, PoolSizes(256 * GIB))
-    result = replay(routing, DEVICE)
-    busy = time.process_time() - began
-    assert all(arm.num_requests + len(routing.excluded) == len(trace) for arm in result.arms)
-    assert not result.arms[ARMS.index(CHUNK_MAJOR)].saturated
-    assert routing.span_ns / 1e9 / busy >= 300
+    before = time.process_time() - began
+    for strategy in ARMS:
+        began = time.process_time()
+        arm = run_arm(strategy, routing, DEVICE)
+        busy = before + time.process_time() - began
+        assert arm.num_requests + len(routing.excluded) == len(trace)
+        assert strategy is not CHUNK_MAJOR or not arm.saturated
+        assert routing.span_ns / 1e9 / busy >= 500, f"{arm.arm}: {routing.span_ns / 1e9 / busy:.0f} times"
