@@ -150,8 +150,8 @@ class Rank:
         self.locked[number] = locked
         return locked.num_chunks
 
-    def give_back(self, number: int) -> Any:
-        self.worker.give_back(self.locked.pop(number))
+    def give_back(self, number: int, keep: bool = False) -> Any:
+        self.worker.give_back(self.locked[number] if keep else self.locked.pop(number))
 
     def retrieve(self, number: int, request: str, table: list[int], num_chunks: int) -> Any:
         return self.worker.retrieve(request, self.locked.pop(number), (tuple(table),), num_chunks * CHUNK)

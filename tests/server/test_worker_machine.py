@@ -415,11 +415,14 @@ def others_fill_the_pool_beside_a_frozen_load(machine: Machine) -> None:
     _grant(machine, GRANTED)
 
 
-def a_retrieve_whose_lease_ran_out(machine: Machine) -> None:
+def a_retrieve_under_a_lease_that_has_ended(machine: Machine) -> None:
     machine.store_prompt(0, 0, 4)
     machine.look_up_prompt(0, 0, 4)
-    machine.let_leases_run_out()
-    machine.retrieve()
+    (name,) = machine.engines[0].lookups
+    machine.fleet.ranks[0].ask("give_back", number=name, keep=True)
+    machine.retrieve_looked_up(0, name, "r0")
+    (load,) = machine.engines[0].loads.values()
+    load.expired = True
     _grant(machine, GRANTED)
 
 
@@ -434,7 +437,7 @@ FAULTS: dict[str, tuple[str, Callable[[Machine], None]]] = {
     "generation_ignored": ("REL-2", an_entry_used_again_while_the_server_stands_still),
     "landed_when_recorded": ("REL-2", an_entry_used_again_while_the_server_stands_still),
     "unlocked_at_once": ("XFER-1", others_fill_the_pool_beside_a_frozen_load),
-    "refusal_ignored": ("SRV-6", a_retrieve_whose_lease_ran_out),
+    "refusal_ignored": ("SRV-6", a_retrieve_under_a_lease_that_has_ended),
 }
 """Faults of `rank_process.plant`: the invariant that each breaks, and the run in which it shows."""
 
