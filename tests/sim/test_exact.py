@@ -41,6 +41,12 @@ def test_world_and_recursion_agree_to_the_nanosecond(capsys: pytest.CaptureFixtu
     assert min(ties, zeros, stalls) > SCENARIOS // 10, "the scenarios must be hard, not only many"
 
 
+@pytest.mark.slow
+def test_world_and_recursion_agree_to_the_nanosecond_on_many_more() -> None:
+    for seed in range(SCENARIOS, SCENARIOS + 10_000):
+        assert difference(seeded(seed)) is None, f"scenario {seed}: {seeded(seed)}"
+
+
 @given(st.integers(min_value=3_000))
 def test_world_and_recursion_agree_on_any_seed(seed: int) -> None:
     assert difference(seeded(seed)) is None
