@@ -47,6 +47,11 @@ class Clock:
         self.now_ns = 0
         """The present instant; a plain attribute, because the innermost loops read it."""
 
+    @property
+    def environment(self) -> simpy.Environment:
+        """For SimPy processes of your own beside the world; their time-outs are whole ns."""
+        return self._environment
+
     def at(self, instant_ns: int, phase: Phase, action: Callable[[], Any]) -> None:
         """`action` will run at that instant, in that phase. What is scheduled cannot be taken back.
 
@@ -79,7 +84,7 @@ class Clock:
             if type(event) is _Action:  # without the calls that SimPy makes for events that may fail or be awaited
                 event.action()
             else:
-                heappush(queue, (instant, -1, -1, event))  # type: ignore[arg-type]
+                heappush(queue, (instant, -1, -1, event))  # type: ignore[misc]
                 environment.step()
 
 

@@ -1,11 +1,12 @@
 """The world beyond the recursion (SIM-2, SIM-3, SIM-4): decoding, bystanders, submission, closed loops, stretches."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from operator import attrgetter
 
 import pytest
+from simpy.events import Event
 
 from exactness import random_scenario
 from lamella.reference.ordering import ORDERS, Fifo, ShortestRemaining
@@ -287,6 +288,20 @@ def test_within_an_instant_actions_run_by_phase_and_may_go_back_to_an_earlier_on
     clock.at(5, Phase.HAPPEN, lambda: seen.append("happen"))
     clock.run()
     assert seen == ["happen", "choose", "form", "happen again", "form again"]
+
+
+def test_a_simpy_process_shares_the_clock() -> None:
+    clock, seen = Clock(), []
+
+    def watch() -> Generator[Event, None, None]:
+        for _ in range(3):
+            yield clock.environment.timeout(10)
+            seen.append((clock.now_ns, clock.environment.now))
+
+    clock.environment.process(watch())
+    clock.at(20, Phase.HAPPEN, lambda: seen.append("happen"))
+    clock.run()
+    assert seen == [(10, 10), "happen", (20, 20), (30, 30)]
 
 
 def test_soon_is_at_once_unless_something_of_the_instant_comes_before() -> None:
