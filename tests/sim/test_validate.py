@@ -260,6 +260,6 @@ def test_negative_overheads_are_refused() -> None:
 
 
 def test_the_shipped_split_names_cells_once() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "validation_cells.json"
+    path = Path(__file__).parents[2] / "benchmarks" / "results" / "validation-split.json"
     split = Split.parse(path.read_text(encoding="utf-8"))
     assert len({*split.calibrate, *split.test}) == len(split.calibrate) + len(split.test)
