@@ -71,7 +71,12 @@ def client(folder: Path, name: str, seed: int, timeout_s: float) -> None:
         assert epoch.shared is not None, "a rank has memory"
         attached.append((epoch, SlotMemory.attach(epoch.shared, NoRegistrar())))
 
-    session = CacheSession(folder, message, timeout_s=timeout_s, on_epoch=attach)
+    session: CacheSession | None = None
+    while session is None:
+        try:
+            session = CacheSession(folder, message, timeout_s=timeout_s, on_epoch=attach)
+        except ServerLostError:  # it is being started anew
+            continue
     while True:
         keys = keys_of_document(chance.randrange(NUM_DOCUMENTS))
         epoch, memory = attached[-1]
@@ -140,7 +145,7 @@ class Clients:
         return process
 
     def look(self) -> int:
-        """Retrieves so far."""
+        """Retrieves so far, those without a server apart."""
         for process in self._processes:
             assert process.stdout is not None
             *lines, rest = (self._rest.get(process.pid, b"") + (process.stdout.read() or b"")).split(b"\n")
@@ -149,7 +154,7 @@ class Clients:
                 self.outcomes[line.decode()] = self.outcomes.get(line.decode(), 0) + 1
             if process.poll() is not None:
                 raise RuntimeError(f"a client ended by itself with {process.returncode}")
-        return sum(self.outcomes.values())
+        return sum(count for outcome, count in self.outcomes.items() if outcome != "lost")
 
     def kill_one(self, chance: random.Random) -> None:
         at = chance.randrange(len(self._processes))
