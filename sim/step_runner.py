@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from lamella.reference.release import ReleasePolicy
@@ -17,7 +18,7 @@ from lamella.sim.stations import ComputeModel
 from lamella.sim.steps import DecodeStretch, RunningStep, split_evenly
 
 
-class StepRunner:
+class StepRunner(ABC):
     """Runs the steps that a poll has formed; `lamella.sim.engine.Engine` polls.
 
     Args:
@@ -88,20 +89,25 @@ class StepRunner:
 
     # ---------------------------------------------------------------- what the engine around it does
 
+    @abstractmethod
     def _look_soon(self) -> None:
-        raise NotImplementedError
+        """Something may be ready."""
 
+    @abstractmethod
     def _poll_soon(self, away_ns: int) -> None:
-        raise NotImplementedError
+        """A step has ended."""
 
+    @abstractmethod
     def _arm_timer(self, away_ns: int) -> None:
-        raise NotImplementedError
+        """A release instant may lie ahead."""
 
+    @abstractmethod
     def _submit_behind(self) -> None:
-        raise NotImplementedError
+        """The launch has ended."""
 
+    @abstractmethod
     def _drop(self, job: Job) -> None:
-        raise NotImplementedError
+        """The job has failed and leaves."""
 
     # ---------------------------------------------------------------- a step runs
 
