@@ -62,14 +62,19 @@ def allocate(
     if not keys:
         return []
     try:
-        stored = session.allocate(keys, first_chunk=first_chunk, rank=rank)
-        epoch = session.epoch.number
+        epoch = session.epoch  # before the first slot is given, which is good in this one's memory alone
+        stored = session.allocate(keys, first_chunk=first_chunk, rank=rank, epoch=epoch)
         runs = _runs(stored.places[0].chunks if stored.places else ())
         answers = [stored]
         if len(runs) > 1:  # a lease is committed as a whole, so each run needs its own
             session.abort(stored.lease, rank)
             answers = [
-                session.allocate(keys[run[0] - first_chunk : run[-1] + 1 - first_chunk], first_chunk=run[0], rank=rank)
+                session.allocate(
+                    keys[run[0] - first_chunk : run[-1] + 1 - first_chunk],
+                    first_chunk=run[0],
+                    rank=rank,
+                    epoch=epoch,
+                )
                 for run in runs
             ]
     except (ServerLostError, RefusedError) as error:
@@ -94,7 +99,7 @@ def allocate(
                     first * chunk_tokens,
                     tuple(keys[first - first_chunk : end - first_chunk]),
                     lease=one.lease,
-                    epoch=epoch,
+                    epoch=epoch.number,
                     rank=places.rank,
                 )
             )

@@ -37,7 +37,7 @@ from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.keys import ChunkKey
 from lamella.reference.release import First, ReleasePolicy
 from lamella.reference.slices import plan_slices
-from lamella.server.client import CacheSession, Epoch
+from lamella.server.client import MISS, CacheSession, Epoch
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.frames import RefusedError
 from lamella.server.moves import Beginning, Fences, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, Side
@@ -208,11 +208,11 @@ class Worker:
             use_tiers: what the pool lacks is looked for in the tiers, behind this call's back.
         """
         before_ns = time.monotonic_ns()
-        found = self.session.lookup(keys, first_wanted=first_wanted, rank=EVERY_RANK, use_tiers=use_tiers)
         try:
             epoch = self.session.epoch
         except ServerLostError:
-            return Locked(found, 0, 0, first_wanted)
+            return Locked(MISS, 0, 0, first_wanted)
+        found = self.session.lookup(keys, first_wanted=first_wanted, rank=EVERY_RANK, use_tiers=use_tiers, epoch=epoch)
         return Locked(found, epoch.number, before_ns + int(epoch.registered.lease_s * 1e9), first_wanted)
 
     def give_back(self, locked: Locked) -> None:
