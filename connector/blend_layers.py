@@ -11,8 +11,10 @@ from contextlib import ExitStack, closing
 import numpy as np
 
 from lamella.connector.blend_plan import BlendPlan, Reuse, check_reuses, plan_blend
-from lamella.connector.buffered import BufferedConnector, BufferedPass, PlacedLoad
+from lamella.connector.buffered import BufferedConnector, BufferedPass
 from lamella.connector.cache_engine import CacheEngine, Wanted, let_go, tokens_of
+from lamella.connector.in_flight import Load
+from lamella.connector.joined_load import PlacedLoad, layers_in_pool, pool_addresses
 from lamella.connector.layerwise import LayerFuture
 from lamella.connector.storage.held_prefix import HeldPrefix
 from lamella.connector.streams import Blocks
@@ -87,11 +89,13 @@ class BlendLayers:
             BlendError: a layer was lost on its way. Compute the sequence without reuse.
             RuntimeError: another pass has the buffers.
         """
-        storage, connector = self._engine.storage, self._connector
-        coming = [storage.layerwise_batched_get(held, connector.slices) for held in self._held]
-        one = BufferedPass(self._loads, lambda: self._blocks)
+        connector = self._connector
+        loads, coming = self._coming()
+        one = BufferedPass(loads, lambda: self._blocks)
         ahead: list[LayerFuture] = []
         with ExitStack() as ending:
+            for futures in coming:
+                ending.enter_context(closing(futures))
             passing = ending.enter_context(closing(connector.batched_blend(one)))
             ending.callback(lambda: _drop(ahead))
             next(passing)
@@ -121,6 +125,21 @@ class BlendLayers:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _coming(self) -> tuple[list[Load], list[Generator[LayerFuture, None, None]]]:
+        """What is loaded, and each load's futures: one load where all of it lies in the pool, else one a reuse."""
+        storage, connector = self._engine.storage, self._connector
+        wanted = [
+            (load, held)
+            for load, held in zip(self._loads, self._held, strict=True)
+            if load.blocks.skip_tokens < load.blocks.num_tokens
+        ]
+        loads, holds = [load for load, _ in wanted], [held for _, held in wanted]
+        addresses = [pool_addresses(held) for held in holds]
+        if len(loads) < 2 or None in addresses:
+            return [*loads], [storage.layerwise_batched_get(held, connector.slices) for held in holds]
+        flat = [address for found in addresses for address in found or ()]
+        return [connector.join(loads)], [layers_in_pool(storage.pool, holds, flat, connector.slices)]
+
     def _check(self, one: BufferedPass) -> None:
         if one.reason is not None:
             self._tell(one)
@@ -128,7 +147,7 @@ class BlendLayers:
 
     def _tell(self, one: BufferedPass) -> None:
         """What moved is told to the recorder and the circuit breaker."""
-        for load in self._loads:
+        for load in one.loads:
             self._engine.ended("load", load.moving())
         self._engine.ended("scatter", one.scattered)
 

@@ -26,9 +26,9 @@ from dataclasses import replace
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lamella.connector.in_flight import Bound, Load, Moving, drain
+from lamella.connector.joined_load import JoinedLoad, PlacedLoad
 from lamella.connector.layerwise import LayerFuture, LayerwiseConnector
 from lamella.connector.slice_objects import slice_engines, slice_layout
 from lamella.connector.streams import Blocks, ComputeStream, Moment, TransferStream
@@ -52,22 +52,6 @@ SCATTER_WINDOW_BYTES: Final = 8 << 20
 _MEMORY_BYTES_PER_S: Final = 1e12  # within a device; from it the lane reckons when to look
 _SCATTERS_IN_FLIGHT_BYTES: Final = 1 << 30  # a layer's windows are all enqueued at once
 _POLL_S: Final = 20e-6
-
-
-class PlacedLoad(Load):
-    """A load into the buffers: token p of the stored sequence goes to row p + `offset`.
-
-    Args:
-        num_tokens, skip_tokens: of the stored sequence; what lies between them is loaded.
-        num_chunks: chunks held.
-        offset: rows between where a token stood when it was stored and where it stands now; may be negative.
-    """
-
-    def __init__(self, num_tokens: int, skip_tokens: int, num_chunks: int, offset: int) -> None:
-        super().__init__(Blocks((), num_tokens, skip_tokens), num_chunks)
-        self.offset = offset
-        self.table: NDArray[np.int32] | None = None
-        """Where it goes in the buffers, once that is known."""
 
 
 class BufferedPass:
@@ -163,6 +147,7 @@ class BufferedConnector(LayerwiseConnector):
                 self._own_engine.close()
             self._memory.close()
             raise
+        self._fine: dict[int, RegisteredCache] = {}
         self._shifted = {0: (self._whole, tuple(self._parts[part] for part in self.slices[:NUM_BUFFERS]))}
 
     def layer_view(self, layer: int) -> TensorView:
@@ -176,6 +161,10 @@ class BufferedConnector(LayerwiseConnector):
         row = geometry.hidden_bytes
         strides = (self._rows * row, row, geometry.head_dim * size, size)
         return TensorView(self._buffer(layer), shape, strides, size)
+
+    def join(self, loads: Sequence[PlacedLoad]) -> JoinedLoad:
+        """The loads as one, whose chunks follow one another; each loads something."""
+        return JoinedLoad(loads, self.layout.chunk_tokens, self.layout.groups[0].block_tokens, self._margin)
 
     def batched_to_gpu(self, load: Load, *, sync: bool = True) -> Generator[None, LayerFuture, None]:
         """N+2 yields, as the paged connector's; run to its end, the last layer is in the blocks too.
@@ -207,7 +196,7 @@ class BufferedConnector(LayerwiseConnector):
             RuntimeError: another pass has the buffers.
         """
         for load in one.loads:
-            rows = load.blocks.skip_tokens + _offset(load), load.blocks.num_tokens + _offset(load)
+            rows = _rows(load)
             if not 0 <= rows[0] <= rows[1] <= self.max_tokens:
                 raise ValueError(f"a buffer holds {self.max_tokens} tokens, got {rows[1]} from {rows[0]} on")
         if one.rows().num_tokens > self.max_tokens:
@@ -215,7 +204,7 @@ class BufferedConnector(LayerwiseConnector):
         if self._busy:
             raise RuntimeError("the buffers are another load's: run its generator to the end, or close it")
         for load in one.loads:
-            self._shift(_offset(load) % self.layout.groups[0].block_tokens)
+            self._make_known(load)
         self._busy = True
         self.load_stream.wait_stream(self.current_stream)
         begun = self.load_stream.moment
@@ -267,9 +256,9 @@ class BufferedConnector(LayerwiseConnector):
         """The buffers as a paged cache whose blocks follow one another."""
         return self._buffers_from(0)
 
-    def _buffers_from(self, row: int) -> tuple[EngineLayout, ...]:
-        """The same, with the first block beginning at that row of the margin before the sequence."""
-        geometry, block_tokens = self._layer, self.layout.groups[0].block_tokens
+    def _buffers_from(self, row: int, block_tokens: int | None = None) -> tuple[EngineLayout, ...]:
+        """The same, with the first block beginning at that row of the margin; blocks of the engine's size, or that."""
+        geometry, block_tokens = self._layer, block_tokens or self.layout.groups[0].block_tokens
         size, width = geometry.element_bytes, geometry.hidden_bytes
         num_blocks = (self._rows - row) // block_tokens
         shape = (geometry.kv, num_blocks, block_tokens, geometry.num_heads, geometry.head_dim)
@@ -280,8 +269,16 @@ class BufferedConnector(LayerwiseConnector):
         ]
         return (engine_layout("KNTHD", views),)
 
-    def _shift(self, row: int) -> None:
-        """Makes the buffers known with blocks that begin at that row; at most once for each row of a block."""
+    def _make_known(self, load: Load) -> None:
+        """Makes the buffers known as the load sees them; at most once for each row, and each size, of a block."""
+        group = self.layout.groups[0]
+        if isinstance(load, JoinedLoad):
+            size = load.block_tokens
+            if size not in self._fine:
+                layout = ObjectLayout.single(group.geometry, size)
+                self._fine[size] = self.engine.register_cache(layout, self._buffers_from(0, size))
+            return
+        row = _offset(load) % group.block_tokens
         if row in self._shifted:
             return
         caches = self._buffers_from(row)
@@ -293,6 +290,8 @@ class BufferedConnector(LayerwiseConnector):
         self._shifted[row] = whole, tuple(parts)
 
     def _target(self, load: Load) -> RegisteredCache:
+        if isinstance(load, JoinedLoad):
+            return self._fine[load.block_tokens]
         return self._shifted[_offset(load) % self.layout.groups[0].block_tokens][0]
 
     def _part_target(self, load: Load, part: Slice) -> RegisteredCache:
@@ -301,6 +300,8 @@ class BufferedConnector(LayerwiseConnector):
 
     def _destination(self, load: Load) -> Blocks:
         """Row by row in order; a table's entries for skipped tokens are never looked at."""
+        if isinstance(load, JoinedLoad):
+            return load.blocks
         table = load.table if isinstance(load, PlacedLoad) else None
         if table is None:
             block_tokens = self.layout.groups[0].block_tokens
@@ -353,6 +354,13 @@ class BufferedConnector(LayerwiseConnector):
 
 def _offset(load: Load) -> int:
     return load.offset if isinstance(load, PlacedLoad) else 0
+
+
+def _rows(load: Load) -> tuple[int, int]:
+    """The first row that it writes, and the one behind its last."""
+    if isinstance(load, PlacedLoad | JoinedLoad):
+        return load.rows
+    return load.blocks.skip_tokens, load.blocks.num_tokens
 
 
 def _one_layer(geometry: KVGeometry, tokens: int) -> KVGeometry:

@@ -134,7 +134,8 @@ class LayerwiseConnector:
 
     def check(self, blocks: Blocks, direction: Direction) -> None:
         """Raises ValueError for blocks that do not fit the caches, before anything is taken or moved."""
-        request = TransferRequest(blocks.num_tokens, tuple(map(tuple, blocks.block_ids)), blocks.skip_tokens)
+        tables = tuple(map(tuple, blocks.block_ids))
+        request = TransferRequest(blocks.num_tokens, tables, blocks.skip_tokens, blocks.null_block)
         check_request(self.layout, self._caches, request, direction)
 
     # ---- loads

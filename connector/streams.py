@@ -121,11 +121,12 @@ class Outstanding:
 
 
 class Blocks(NamedTuple):
-    """Tokens `[skip_tokens, num_tokens)` of a sequence in the engine: `block_ids` as in `TransferRequest`."""
+    """Tokens `[skip_tokens, num_tokens)` of a sequence in the engine; all fields as in `TransferRequest`."""
 
     block_ids: tuple[Sequence[int] | NDArray[np.int32], ...]
     num_tokens: int
     skip_tokens: int = 0
+    null_block: int | None = None
 
 
 class TransferStream:
@@ -188,6 +189,7 @@ class TransferStream:
                 blocks.num_tokens,
                 slices=[part],
                 skip_tokens=blocks.skip_tokens,
+                null_block=blocks.null_block,
                 method=self._method,
                 fence=moment.fence,
                 on_drained=drained,

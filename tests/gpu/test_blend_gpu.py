@@ -26,7 +26,8 @@ ONE, TWO = random_tokens(1, 24), random_tokens(2, 16)
 TOKENS = [*random_tokens(3, 5), *TWO, *random_tokens(4, 3), *ONE, *ONE, *random_tokens(5, 7)]
 REUSES = [Reuse(ONE, 24), Reuse(TWO, 5), Reuse(ONE, 48)]
 BLOCKS = np.random.default_rng(6).permutation(64)[: -(-len(TOKENS) // BLOCK)].tolist()
-DELAY_CYCLES = 4_000_000  # about 2 ms
+DELAY_CYCLES = 40_000_000
+"""About 20 ms a layer, several times what the host takes to launch one: the device is behind by whole layers."""
 
 
 def torch_stream() -> Any:
@@ -101,9 +102,8 @@ def test_a_slow_recompute_is_scattered_after_it_ended_and_waits_for_nothing_else
         recompute = {span.first_layer: span for span in of["recompute"]}
         scatter = {span.first_layer: span for span in of["scatter"]}
         for layer in range(5):
-            following = [span for span in of["load"] if span.first_layer == layer + 1]
-            assert len(following) == len(REUSES)
-            assert all(span.end_ns < recompute[layer].end_ns for span in following), "loaded meanwhile"
+            (following,) = (span for span in of["load"] if span.first_layer == layer + 1)
+            assert following.end_ns < recompute[layer].end_ns, "loaded meanwhile"
             assert scatter[layer].start_ns < recompute[layer + 1].end_ns, "scattered beside the next"
 
 
