@@ -93,13 +93,22 @@ def _join(folder: Path, rank: Rank, side: TransferSide, **options: Any) -> Worke
 
 
 def _store(worker: Worker, rank: Rank) -> None:
-    numbers = set(worker.store("store", rank.keys, (rank.here,)))
-    assert numbers, "the server has no room"
-    worker.begin_step(num_tokens=1)
-    worker.step_computed()
-    done: dict[int, bool] = {}
-    until(worker, lambda report: bool(done.update(report.readable)) or numbers <= set(done))
-    assert all(done.values())
+    """Slots become usable in the background, so it may take more than one store."""
+    end = time.monotonic() + 30
+    while True:
+        numbers = set(worker.store("store", rank.keys, (rank.here,)))
+        worker.begin_step(num_tokens=1)
+        worker.step_computed()
+        done: dict[int, bool] = {}
+        while not numbers <= set(done):
+            done.update(worker.poll().readable)
+            assert time.monotonic() < end, "a store does not end"
+        locked = worker.lookup(rank.keys)
+        worker.give_back(locked)
+        if locked.num_chunks == len(rank.keys):
+            break
+        assert time.monotonic() < end, "the server has no room"
+        time.sleep(0.1)
     rank.cache[:, list(rank.here)] = POISON
     torch.cuda.synchronize()
 

@@ -1,0 +1,98 @@
+"""What `lamella bench server` measured, for people and as JSON."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+
+class Sample(NamedTuple):
+    """One retrieve and the raw copy before it, in nanoseconds."""
+
+    raw_ns: int
+    lookup_ns: int
+    released_ns: int
+    first_layer_ns: int
+    last_layer_ns: int
+    released_slices: int
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveRow:
+    """Retrieves of one kind.
+
+    Attributes:
+        load: what ran beside.
+        width: layers per slice; 0: chunk-major.
+        samples: one a repeat.
+        copy_method: that the worker's engine chose; "" where the server moved.
+    """
+
+    load: str
+    width: int
+    samples: tuple[Sample, ...]
+    copy_method: str
+
+    def median(self, name: str) -> float:
+        """Of one of the samples' fields."""
+        return float(statistics.median(getattr(sample, name) for sample in self.samples))
+
+    @property
+    def ratio(self) -> float:
+        """Median of last layer, lookup included, over the raw copy of the same repeat."""
+        return statistics.median(sample.last_layer_ns / sample.raw_ns for sample in self.samples)
+
+    def line(self) -> str:
+        """For people."""
+        middle = {name: self.median(name) / 1e6 for name in ("raw_ns", "last_layer_ns", "released_ns")}
+        return (
+            f"{self.load:<19} width {self.width or 'off':>3}  last layer {middle['last_layer_ns']:7.2f} ms = "
+            f"{self.ratio:5.3f} x raw ({middle['raw_ns']:.2f} ms)  released after {middle['released_ns']:6.3f} ms"
+        )
+
+
+@dataclass(slots=True)
+class ServerBenchReport:
+    """What was measured."""
+
+    transfer_side: str
+    num_bytes: int
+    shape: str
+    retrieves: list[RetrieveRow] = field(default_factory=list)
+    store_ns: list[int] = field(default_factory=list)
+    lookups_ns: dict[int, list[int]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+
+    def lines(self) -> list[str]:
+        """For people."""
+        found = [f"{self.num_bytes >> 20} MiB, {self.shape}, moved by the {self.transfer_side}"]
+        found += [row.line() for row in self.retrieves]
+        if self.store_ns:
+            found.append(f"store, until others can read it: {statistics.median(self.store_ns) / 1e6:.2f} ms")
+        for chunks, taken in self.lookups_ns.items():
+            at = sorted(taken)
+            middle, late = at[len(at) // 2] / 1e6, at[len(at) * 99 // 100] / 1e6
+            found.append(f"lookup of {chunks} chunks: p50 {middle:.3f} ms, p99 {late:.3f} ms")
+        return [*found, *(f"skipped: {reason}" for reason in self.skipped)]
+
+    def as_mapping(self) -> dict[str, Any]:
+        """Every repeat."""
+        return {
+            "transfer_side": self.transfer_side,
+            "num_bytes": self.num_bytes,
+            "shape": self.shape,
+            "retrieves": [
+                {
+                    "load": row.load,
+                    "width": row.width,
+                    "copy_method": row.copy_method,
+                    "ratio": row.ratio,
+                    "samples": [sample._asdict() for sample in row.samples],
+                }
+                for row in self.retrieves
+            ],
+            "store_ns": self.store_ns,
+            "lookups_ns": {str(chunks): taken for chunks, taken in self.lookups_ns.items()},
+            "skipped": self.skipped,
+        }
