@@ -1,0 +1,96 @@
+"""`lamella bench server` against a real server on the CPU device: its figures are there, and wrong bytes are found."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lamella.cli.main import build_app
+from lamella.cuda_ext._library import LibraryMissingError
+from lamella.cuda_ext.bench_cases import MAIN_SHAPES
+from lamella.cuda_ext.device import Device
+from lamella.server.bench import IDLE, ServerBench, ServerBenchSettings
+from lamella.server.connection import ServerLostError
+from rank_driver import ServerProcess, serving
+
+try:
+    DEVICE = Device("cpu")
+except LibraryMissingError as _missing:
+    pytest.skip(str(_missing), allow_module_level=True)
+
+SHAPE = replace(MAIN_SHAPES[0], geometry=replace(MAIN_SHAPES[0].geometry, num_layers=4))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving(tmp_path / "s", "--memory", "128MiB", "--models", "2") as process:
+        yield process
+
+
+def _bench(server: ServerProcess, **settings: Any) -> ServerBench:
+    end = time.monotonic() + 20
+    while True:
+        try:
+            measured = ServerBenchSettings(loads=(IDLE,), repeats=2, warm_up=1, lookups=5, **settings)
+            return ServerBench(server.folder, DEVICE, SHAPE, 16 << 20, measured)
+        except (ServerLostError, FileNotFoundError):
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.05)
+
+
+def test_every_figure_is_measured_and_the_report_says_which_side_moved(server: ServerProcess) -> None:
+    with _bench(server, widths=(1, 4, 0)) as bench:
+        report = bench.run()
+    assert report.transfer_side == "worker"
+    assert [(row.load, row.width, len(row.samples)) for row in report.retrieves] == [
+        (IDLE, 1, 2),
+        (IDLE, 4, 2),
+        (IDLE, 0, 2),
+    ]
+    for row in report.retrieves:
+        for sample in row.samples:
+            assert 0 < sample.first_layer_ns <= sample.last_layer_ns - sample.lookup_ns
+            assert sample.raw_ns > 0
+            assert sample.released_ns > 0
+    assert len(report.store_ns) == 1
+    assert set(report.lookups_ns) == {4, 512}
+    assert report.skipped == []
+    assert json.loads(json.dumps(report.as_mapping()))["retrieves"][0]["ratio"] > 0
+
+
+def test_a_wrong_byte_on_the_server_is_found(server: ServerProcess) -> None:
+    with _bench(server, widths=(1,)) as bench:
+        bench.prepare()
+        side = bench.worker._worker_side
+        assert side is not None
+        (attached,) = side._slots.values()
+        for slot in range(attached.memory.shape.num_slots):
+            attached.memory.buffer(slot)[1000] ^= 1
+        with pytest.raises(RuntimeError, match="does not hold the objects' bytes"):
+            bench._row(IDLE, 1)
+
+
+def test_a_prefix_that_does_not_fit_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lamella.server.bench.TIMEOUT_S", 2.0)
+    with (
+        serving(tmp_path / "s", "--memory", "16MiB", "--models", "2") as server,
+        _bench(server) as bench,
+        pytest.raises((RuntimeError, ValueError), match="more --memory|can never fit|none|not stored"),
+    ):
+        bench.prepare()
+
+
+def test_the_command_without_a_server_says_what_to_start(tmp_path: Path) -> None:
+    found = CliRunner().invoke(
+        build_app(), ["bench", "server", "--folder", str(tmp_path / "none"), "--device", "cpu", "--size", "1MiB"]
+    )
+    assert found.exit_code == 2
+    assert "lamella serve" in found.output
