@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Final
@@ -22,7 +23,7 @@ from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
-from lamella.reference.correction import Correction
+from lamella.reference.correction import Correction, Probes
 from lamella.reference.profile import DeviceProfile, profile_from_mapping
 
 _log = logging.getLogger(__name__)
@@ -87,6 +88,7 @@ class AutoChoice:
         self.correction = Correction()
         """What was observed so far."""
         self._ledger = LoadLedger()
+        self._probes = Probes()
         self._chosen: dict[str, Decision] = {}
         self._numbers: dict[str, int] = {}
         self._readers: set[str] = set()  # their hit was loaded
@@ -108,7 +110,7 @@ class AutoChoice:
 
     def set_least_width(self, least_width: int) -> None:
         """Narrower slices than this copy below the wire's rate on some rank."""
-        self._can = Abilities(self._can.early, self._can.sync, max(self._can.least_width, least_width))
+        self._can = replace(self._can, least_width=max(self._can.least_width, least_width))
 
     # ---- a request asks
 
@@ -136,6 +138,11 @@ class AutoChoice:
             idle=self._step_is_empty,
         )
         decision = self._policy.choose(view, self.correction, self._can)
+        before = self._chosen.get(name)
+        if before is not None:  # asked again, a probe stays one
+            decision = before if before.probe else decision
+        elif self._probes.overrules(off=decision.arm is Arm.OFF):
+            decision = replace(self._policy.choose(view, self.correction, replace(self._can, off=False)), probe=True)
         self._chosen[name] = decision
         if decision.arm is Arm.OFF:
             self._joining_ns[name] = self._policy.prefill_ns(local_hit, num_tokens - local_hit, self.correction)[1]

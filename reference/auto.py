@@ -155,7 +155,8 @@ class AutoPolicy:
             found.append(self._sync(view, wire_ns, first_ns, prefill_ns, ahead, hurt, least))
         ttft = max(whole_ns + look_ns, behind_ns) + prefill_ns
         found.append(Prediction(Arm.CHUNK_MAJOR, self.num_layers, ttft, round(ttft + hurt * prefill_ns)))
-        found.append(self._off(view, correction, ahead, hurt))
+        if can.off:
+            found.append(self._off(view, correction, ahead, hurt))
         bound = min(one.cost_ns for one in found) * (1 + TIE)
         chosen = next(one for one in found if one.cost_ns <= bound)
         release: ReleasePolicy = WeighedRelease() if chosen.arm is Arm.EARLY else Whole()

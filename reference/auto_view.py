@@ -85,6 +85,7 @@ class Decision:
         compute_ns: the prefill's first step, over the loaded hit; what release decisions compare with.
         prefill_ns: all of its steps.
         load_ns: on the link, 0 if nothing is loaded.
+        probe: loaded to see how fast the link is, although computing again seemed to cost less.
     """
 
     chosen: Prediction
@@ -93,6 +94,7 @@ class Decision:
     compute_ns: int
     prefill_ns: int
     load_ns: int
+    probe: bool = False
 
     @property
     def arm(self) -> Arm:
@@ -125,21 +127,24 @@ class Decision:
             for one in self.predictions
         )
         how = "" if self.arm in (Arm.OFF, Arm.CHUNK_MAJOR) else f", {_width_text(self.chosen.width)} layers a slice"
-        return f"{self.arm.value}{how}; time to first token, ms: {told}; regret {self.regret:.1%}"
+        probe = " as a probe" if self.probe else ""
+        return f"{self.arm.value}{how}{probe}; time to first token, ms: {told}; regret {self.regret:.1%}"
 
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """What the engine can do with a hit; chunk-major and off it always can.
+    """What may be done with a hit; chunk-major always may.
 
     Attributes:
         early: release before all has landed.
         sync: take the request into the next step.
+        off: compute it again.
         least_width: narrowest slices that copy near the rate of the wire.
     """
 
     early: bool = True
     sync: bool = True
+    off: bool = True
     least_width: int = 1
 
 

@@ -16,6 +16,11 @@ LARGEST_JUMP: Final = 4.0
 SETTLED_GAIN: Final = 0.125
 """Weight of an observation once several have been seen; the n-th before that has 1/n."""
 
+FIRST_PROBE: Final = 32
+"""So many choices in a row against loading, and the next is overruled."""
+MOST_BETWEEN_PROBES: Final = 1024
+"""However long the row, a probe comes after so many."""
+
 
 @dataclass(frozen=True, slots=True)
 class Correction:
@@ -65,3 +70,32 @@ def _moved(factor: float, observed: float, seen: int) -> float:
     bounded = min(max(observed / factor, 1 / LARGEST_JUMP), LARGEST_JUMP)
     gain = max(SETTLED_GAIN, 1 / (seen + 1))
     return min(max(factor * bounded**gain, 1 / CORRECTION_RANGE), CORRECTION_RANGE)
+
+
+class Probes:
+    """Says when a hit should be loaded although that seems to cost more than computing it again.
+
+    A link that is never used is never observed, so a profile that is too slow would stay believed. After
+    `FIRST_PROBE` choices against loading in a row, one is overruled; every further one of the row takes twice as many,
+    so that a belief which holds costs less and less.
+
+    >>> probes = Probes()
+    >>> [number for number in range(200) if probes.overrules(off=True)]
+    [31, 95]
+    """
+
+    def __init__(self) -> None:
+        self._row = 0
+        self._next = FIRST_PROBE
+
+    def overrules(self, *, off: bool) -> bool:
+        """Whether this choice is to be overruled; `off`: it was against loading."""
+        if not off:
+            self._row, self._next = 0, FIRST_PROBE
+            return False
+        self._row += 1
+        if self._row < self._next:
+            return False
+        self._row = 0
+        self._next = min(2 * self._next, MOST_BETWEEN_PROBES)
+        return True

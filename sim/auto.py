@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
-from lamella.reference.correction import Correction
+from lamella.reference.correction import Correction, Probes
 from lamella.reference.release import StallPrice, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
 from lamella.sim.engine import Engine
@@ -49,6 +50,7 @@ class AutoEngine(Engine):
         self.correction = Correction()
         """What was observed so far."""
         self._ledger = LoadLedger()
+        self._probes = Probes()
         self._last_landing_ns = 0
 
     # ---- a request asks
@@ -56,7 +58,10 @@ class AutoEngine(Engine):
     def _submit(self, job: Job) -> None:
         request = job.request
         tokens = sum(request.load.slice_bytes) // self._policy.token_bytes
-        decision = self._policy.choose(self._view(job, tokens), self.correction, self._can)
+        view = self._view(job, tokens)
+        decision = self._policy.choose(view, self.correction, self._can)
+        if self._probes.overrules(off=decision.arm is Arm.OFF):
+            decision = replace(self._policy.choose(view, self.correction, replace(self._can, off=False)), probe=True)
         if self._on_choice is not None:
             self._on_choice(decision)
         if decision.arm is Arm.OFF:
