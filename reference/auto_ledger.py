@@ -51,13 +51,15 @@ class LoadLedger:
             self._open[number].parked = False
 
     def ended(self, number: int, now_ns: int) -> None:
-        """The load has landed, failed or been cancelled; those behind it are forecast from now on."""
-        if self._open.pop(number, None) is None:
+        """The load has landed, failed or been cancelled; those behind it are forecast anew."""
+        if number not in self._open:
             return
-        instant_ns = now_ns
+        was_next = next(iter(self._open)) == number
+        del self._open[number]
+        free_ns: int | None = now_ns if was_next else None
         for load in self._open.values():
-            instant_ns += load.load_ns
-            load.landed_ns = min(load.landed_ns, instant_ns) if load.landed_ns > now_ns else instant_ns
+            free_ns = max(now_ns, load.landed_ns) if free_ns is None else free_ns + load.load_ns
+            load.landed_ns = free_ns
 
     def link_wait_ns(self, now_ns: int) -> int:
         """How long the link is taken by what was submitted before."""
