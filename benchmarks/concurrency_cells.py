@@ -178,6 +178,7 @@ _ORIGINAL: Final = tuple(
     for concurrency in (4, 1, 8)
 )
 _MIDDLE: Final = _CORE[0]
+_RANKS_ARMS: Final = ("chunk_bounded", "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
 _FEW: Final = ("chunk_bounded", "interleaved_first", "fifo_first", "auto")
 _STEPS_OF_THE_FINDING: Final = (
     "chunk_bounded", "fifo_whole", "fifo_first", "fifo_deep_first", "interleaved_first", "interleaved_deep_first",
@@ -245,6 +246,13 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "full_graphs": Group(
         tuple(_named(cell, "full_graphs", arms=WAIT_FREE_ARMS) for cell in _CORE[:3]), full_graphs=True
+    ),
+    "two_gpus": Group(
+        tuple(
+            _named(_closed(concurrency, 15_360, 768, arms=_RANKS_ARMS, repeats=3, **more), "two_gpus")
+            for concurrency, more in ((4, {"requests": 12}), (1, {"requests": 5}), (8, {"requests": 20}))
+        ),
+        documents=12,
     ),
     "peer_offloading": _peer("peer_offloading", "OffloadingConnector"),
     "peer_simple": _peer("peer_simple", "SimpleCPUOffloadConnector"),

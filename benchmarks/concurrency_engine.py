@@ -1,44 +1,31 @@
-"""A real vLLM engine in this process whose connector can be exchanged while nothing is in flight.
+"""A real vLLM engine stepped by this process whose connector can be exchanged while nothing is in flight.
 
 Starting an engine costs a minute, so one engine runs many arms. A new connector is made through vLLM's own interface,
 as at an engine's start, and takes the place of the one before; the host pool's memory and its index stay. `step` does
-what vLLM's own loop does after an empty step: it sleeps a millisecond.
+what vLLM's own loop does after an empty step: it sleeps a millisecond. With tensor parallelism the scheduler stays in
+this process, and each rank computes and moves in one of its own.
 """
 
 from __future__ import annotations
 
 import gc
-import json
 import logging
-import os
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, Final
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 from closed_loop import Delivered, Request, serve
 from concurrency_cells import Arm, Cell, Group
+from concurrency_llm import make_llm, set_environment
 from concurrency_probe import Probe
 from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
+from concurrency_rank import Ranks
 from concurrency_weights import count_parameters, seed_weights
-from connector_exchange import BASE_SETTINGS, FILL, ConnectorExchange, keep_pool
-from kept_pool import KeptPool
-from step_time_cells import MODEL
-
-ENVIRONMENT: Final = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_LOGGING_LEVEL": "WARNING",
-}
-_TINY_ENVIRONMENT: Final = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "OMP_NUM_THREADS": "1",
-}
+from connector_exchange import ConnectorExchange
+from kept_pool import KeptPool, keep_pool
 
 
 class ConcurrencyEngine:
@@ -47,19 +34,26 @@ class ConcurrencyEngine:
     Args:
         group: what will run.
         tiny: a Llama of four layers on the CPU instead of the 8B shape on a GPU; cells must have been shrunk.
+        tensor_parallel: ranks, each with its share of the heads.
+        options: more of vLLM's own, over those chosen here.
     """
 
-    def __init__(self, group: Group, tiny: bool) -> None:
-        for name, value in (ENVIRONMENT | (_TINY_ENVIRONMENT if tiny else {})).items():
-            os.environ.setdefault(name, value)
-        self.group, self.tiny = group, tiny
+    def __init__(
+        self, group: Group, tiny: bool, tensor_parallel: int = 1, options: Mapping[str, Any] | None = None
+    ) -> None:
+        set_environment(tiny, tensor_parallel)
+        self.group, self.tiny, self._tensor_parallel = group, tiny, tensor_parallel
         self.peer = group.peer
         self._pool: KeptPool | None = None
+        self._pool_bytes = group.pool_bytes
         if self.peer is None:
-            self._pool = KeptPool("cpu" if tiny else "cuda:0", 64 << 20 if tiny else group.pool_bytes)
+            self._pool_bytes = 64 << 20 if tiny else group.pool_bytes // tensor_parallel
+        if self.peer is None and tensor_parallel == 1:  # registered while the engine starts
+            self._pool = KeptPool("cpu" if tiny else "cuda:0", self._pool_bytes)
+            self._pool_bytes = self._pool.num_bytes
             keep_pool(self._pool)
         begin = time.perf_counter()
-        self.llm = self._make_llm()
+        self.llm = make_llm(group, tiny, tensor_parallel, options or {})
         logging.getLogger("vllm.distributed.kv_transfer.kv_connector.v1.base").setLevel(logging.ERROR)
         self.started_s = time.perf_counter() - begin
         self._engine = self.llm.llm_engine
@@ -76,76 +70,36 @@ class ConcurrencyEngine:
         import torch
 
         self.torch = torch
-        self.probe = Probe(None if tiny else torch)
+        self.ranks = Ranks(self._core.model_executor)
+        self.probe = Probe()
+        self.ranks("watch", not tiny)
+        if self.peer is None and tensor_parallel > 1:
+            self._pool_bytes = sum(self.ranks("keep_pool", self._pool_bytes))
         self.prompts = Prompts(group, tiny, fresh=self.peer is not None)
         self._ballast: list[Any] = []
         self._usable: set[int] = set()
         self._open: set[str] = set()
         self._settles = 0
         self._filled: dict[int, set[int]] = {}
-        self._exchange = ConnectorExchange(self._engine, group, tiny, self.probe) if self.peer is None else None
+        self._exchange: ConnectorExchange | None = None
+        if self.peer is None:
+            self._exchange = ConnectorExchange(self._engine, self.ranks, group, tiny, self.probe)
         self._top: dict[str, list[Any]] = {}
         self.cached: dict[str, int] = {}
         self.switch_ms = 0.0
         gc.collect()
         gc.freeze()  # as vLLM's own core does: what is there now is not looked at again
-        self.parameters = self.llm.apply_model(count_parameters if tiny else seed_weights)[0]
+        self.ranks("freeze_garbage")
+        self.parameters = sum(self.llm.apply_model(count_parameters if tiny else seed_weights))
 
     # ---- set-up
-
-    def _make_llm(self) -> Any:
-        import vllm
-        from vllm.config import KVTransferConfig
-
-        folder = Path(tempfile.mkdtemp(prefix="concurrency-model-"))
-        options: dict[str, Any] = {
-            "max_model_len": self.group.document_tokens + 8192,
-            "gpu_memory_utilization": 0.86,
-            "max_num_batched_tokens": 8192,
-            "max_num_seqs": 64,
-            "enforce_eager": False,
-        }
-        if self.peer is not None:
-            options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}  # as the waits of the other arms want it
-        if self.tiny:
-            sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-            from with_vllm.tiny_llama import write_tiny_llama
-
-            write_tiny_llama(folder)  # weights of its own: the CPU build packs weights when it loads them
-            options |= {
-                "max_model_len": 4096, "max_num_batched_tokens": 256, "max_num_seqs": 32, "enforce_eager": True,
-                "dtype": "float32", "block_size": 32, "num_gpu_blocks_override": 600,
-            }  # fmt: skip
-        else:
-            (folder / "config.json").write_text(json.dumps(MODEL))
-        return vllm.LLM(
-            model=str(folder),
-            load_format="auto" if self.tiny else "dummy",
-            skip_tokenizer_init=True,
-            enable_prefix_caching=self.group.prefix_caching,
-            disable_log_stats=True,
-            kv_transfer_config=KVTransferConfig(**self._transfer_config()),
-            **options,
-        )
-
-    def _transfer_config(self) -> dict[str, Any]:
-        if self.peer is not None:
-            extra = {"cpu_bytes_to_use": self.group.pool_bytes, **self.group.peer_settings}
-            return {"kv_connector": self.peer, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-        first = FILL if self.group.full_graphs else {"layers_per_slice": 1, "release": "first"}
-        return {
-            "kv_connector": "LamellaConnector",
-            "kv_connector_module_path": "lamella.connector.vllm",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "fail",
-            "kv_connector_extra_config": {**BASE_SETTINGS, "chunk_tokens": self.group.cells[0].chunk, **first},
-        }
 
     def facts(self) -> dict[str, Any]:
         """Settings of the engine that decide its times."""
         config = self._engine.vllm_config
         return {
             "parameters": self.parameters,
+            "tensor_parallel": self._tensor_parallel,
             "started_s": round(self.started_s, 1),
             "kv_capacity_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             "block_tokens": config.cache_config.block_size,
@@ -156,7 +110,8 @@ class ConcurrencyEngine:
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
             "switch_interval_s": sys.getswitchinterval(),
-            "host_pool_bytes": self._pool.num_bytes if self._pool is not None else self.group.pool_bytes,
+            "custom_all_reduce": not config.parallel_config.disable_custom_all_reduce,
+            "host_pool_bytes": self._pool_bytes,
         }
 
     # ---- arms
@@ -376,33 +331,54 @@ class ConcurrencyEngine:
             self._top_wanted = None
         return [{"tokens": one.tokens, "top": self._top[one.name]} for one in served]
 
+    # ---- what a repeat leaves
+
+    @contextmanager
+    def without_garbage(self) -> Iterator[None]:
+        """No garbage is collected meanwhile, here or on a rank."""
+        gc.collect()
+        gc.disable()
+        self.ranks("pause_garbage")
+        try:
+            yield
+        finally:
+            gc.enable()
+            self.ranks("resume_garbage")
+
+    def clear(self) -> None:
+        """Nothing has been seen, here or on a rank."""
+        self.probe.clear()
+        self.ranks("clear")
+
+    def taken(self) -> dict[str, Any]:
+        """What has been seen since `clear`, here and on every rank; waits for the devices."""
+        return self.probe.taken(self.ranks("taken"))
+
     def counters(self) -> dict[str, int]:
-        """What both sides counted since the arm began."""
+        """What both sides counted since the arm began, ranks together."""
         if self.peer is not None:
             return {}
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker, side = get_kv_transfer_group().worker, self._scheduler.connector.scheduler
-        return {**side.metrics._total, **worker.metrics._total}
+        found = dict(self._scheduler.connector.scheduler.metrics._total)
+        of_ranks: Counter[str] = Counter()
+        for rank in self.ranks("counters"):
+            of_ranks.update(rank)
+        return {**found, **of_ranks}
 
     def durations(self) -> dict[str, list[int]]:
-        """What both sides timed since the arm began: observations, total and longest ns."""
+        """What both sides timed since the arm began: observations, total and longest ns, ranks together."""
         if self.peer is not None:
             return {}
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        worker, side = get_kv_transfer_group().worker, self._scheduler.connector.scheduler
-        return {name: list(times) for book in (side.metrics, worker.metrics) for name, times in book._times.items()}
+        found = {name: list(times) for name, times in self._scheduler.connector.scheduler.metrics._times.items()}
+        of_ranks: dict[str, list[int]] = {}
+        for rank in self.ranks("durations"):
+            for name, (count, total, longest) in rank.items():
+                before = of_ranks.get(name, [0, 0, 0])
+                of_ranks[name] = [before[0] + count, before[1] + total, max(before[2], longest)]
+        return {**found, **of_ranks}
 
     def peak_in_flight_bytes(self) -> int:
-        """The most bytes that were enqueued at the device since the arm began."""
-        if self.peer is not None:
-            return 0
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        from lamella.reference.plan import Direction
-
-        return int(get_kv_transfer_group().worker.engine.lane(Direction.RETRIEVE).peak_in_flight_bytes)
+        """The most bytes that were enqueued at one device since the arm began."""
+        return 0 if self.peer is not None else max(self.ranks("peak_in_flight_bytes"))
 
     def close(self) -> None:
         """The engine is down."""

@@ -58,7 +58,12 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArmFigures:
-    """One arm of one cell. Times in milliseconds."""
+    """One arm of one cell. Times in milliseconds.
+
+    Attributes:
+        first_layer_ms, last_layer_ms: from the engine's having the request to the landing, on the slower rank.
+        last_layer_by_rank_ms: the same of each rank; empty where there is one.
+    """
 
     ttft: Mean
     p50: float
@@ -74,6 +79,7 @@ class ArmFigures:
     peak_in_flight_bytes: int
     bystander_tpot: Mean | None
     flawed: int
+    last_layer_by_rank_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +201,17 @@ def _arm(rows: Sequence[Row]) -> ArmFigures:
         peak_in_flight_bytes=max(row["peak_in_flight_bytes"] for row in rows),
         bystander_tpot=Mean.of(others) if others else None,
         flawed=sum(map(is_flawed, rows)),
+        last_layer_by_rank_ms=_last_by_rank_ms(loaded),
     )
+
+
+def _last_by_rank_ms(requests: Sequence[Row]) -> tuple[float, ...]:
+    lasts = [
+        [(landed[-1] - one["queued_us"]) / 1e3 for landed in one["landed_by_rank_us"]]
+        for one in requests
+        if one.get("landed_by_rank_us")
+    ]
+    return tuple(statistics.fmean(rank) for rank in zip(*lasts, strict=True))
 
 
 def _mean(requests: Sequence[Row], figure: Any) -> float:

@@ -1,20 +1,23 @@
 """What a repeat leaves beside the requests' times: landings, releases, steps, waits. All times by `monotonic_ns`.
 
-The connector's worker is made anew for every arm, and its methods are wrapped on the instance, so nothing of this is in
-the product. A wrapped call costs less than a microsecond; the events on the compute stream cost the device two a step.
+The connector's sides are made anew for every arm, and their methods are wrapped on the instance, so nothing of this is
+in the product. A wrapped call costs less than a microsecond; the events on the compute stream cost the device two a
+step. `RankProbe` watches in each worker process, whose clocks are the host's one clock; `Probe` watches the scheduler's
+side and puts together what all have seen.
 """
 
 from __future__ import annotations
 
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lamella.reference.plan import Direction
 
 
-class Probe:
-    """Everything seen since `clear`.
+class RankProbe:
+    """Everything one rank has seen since `clear`.
 
     Args:
         torch: the module where steps are timed on a CUDA device; None: by the host's clock alone.
@@ -34,27 +37,12 @@ class Probe:
         self.peak_live = 0
         self._layers: list[tuple[int, Any, Any]] = []
 
-    def attach(self, connector: Any, side: Any) -> None:
-        """Both sides' calls are noted from now on."""
-        worker = connector.worker
+    def attach(self, worker: Any) -> None:
+        """The worker side's calls are noted from now on."""
         self._watch_steps(worker)
         self._watch_loads(worker.loads)
         if self._torch is not None:
             self._watch_layers(worker)
-        matched = side.matched_tokens
-
-        def matched_tokens(request: Any, local_hit: int) -> Any:
-            begin_ns = time.monotonic_ns()
-            answer = matched(request, local_hit)
-            end_ns = time.monotonic_ns()
-            seen = self.loads[request.request_id]
-            seen.setdefault("asked_ns", begin_ns)
-            seen["lookup_ns"] = seen.get("lookup_ns", 0) + end_ns - begin_ns
-            seen["lookups"] = seen.get("lookups", 0) + 1
-            seen["local_hit"], seen["loadable"] = local_hit, answer[0]
-            return answer
-
-        side.matched_tokens = matched_tokens
 
     def _event(self) -> Any:
         if self._torch is None:
@@ -140,9 +128,74 @@ class Probe:
         for layer, before, after in self._layers:
             layers[layer] += before.elapsed_time(after) * 1e3
         return {
-            "loads": dict(self.loads),
+            "loads": {name: dict(seen) for name, seen in self.loads.items()},
             "steps": steps,
             "host_stall_us": {str(layer): ns // 1000 for layer, ns in sorted(self.stall_ns.items())},
             "stream_stall_us": {str(layer): round(us) for layer, us in sorted(layers.items())},
             "peak_live_transfers": self.peak_live,
         }
+
+
+class Probe:
+    """What the scheduler's side has seen since `clear`, and what every rank has."""
+
+    def __init__(self) -> None:
+        self.layers_timed = False
+        """As `RankProbe.layers_timed`, of every connector that is exchanged from now on."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing has been seen."""
+        self.loads: dict[str, dict[str, Any]] = defaultdict(dict)
+
+    def attach(self, side: Any) -> None:
+        """The scheduler side's look-ups are noted from now on."""
+        matched = side.matched_tokens
+
+        def matched_tokens(request: Any, local_hit: int) -> Any:
+            begin_ns = time.monotonic_ns()
+            answer = matched(request, local_hit)
+            end_ns = time.monotonic_ns()
+            seen = self.loads[request.request_id]
+            seen.setdefault("asked_ns", begin_ns)
+            seen["lookup_ns"] = seen.get("lookup_ns", 0) + end_ns - begin_ns
+            seen["lookups"] = seen.get("lookups", 0) + 1
+            seen["local_hit"], seen["loadable"] = local_hit, answer[0]
+            return answer
+
+        side.matched_tokens = matched_tokens
+
+    def taken(self, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """All of it, with `ranks` as each rank's `RankProbe.taken`; steps are those of rank 0."""
+        loads = {name: dict(seen) for name, seen in self.loads.items()}
+        for name in sorted({name for rank in ranks for name in rank["loads"]}):
+            of_ranks = [rank["loads"][name] for rank in ranks if name in rank["loads"]]
+            loads.setdefault(name, {}).update(load_of_ranks(of_ranks))
+        found = {
+            "loads": loads,
+            "steps": ranks[0]["steps"],
+            "peak_live_transfers": max(rank["peak_live_transfers"] for rank in ranks),
+        }
+        for name in ("host_stall_us", "stream_stall_us"):
+            layers = sorted({layer for rank in ranks for layer in rank[name]}, key=int)
+            found[name] = {layer: max(rank[name].get(layer, 0) for rank in ranks) for layer in layers}
+        return found
+
+
+def load_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One request's load, of which each rank brought its part.
+
+    It began with the first rank; a layer has landed when it has on the slower one, and the request may run once the
+    slower has said so. `landed_by_rank_ns` keeps every rank's landings where there are several.
+    """
+    found: dict[str, Any] = {}
+    for name, chosen in (("ordered_ns", min), ("started_ns", min), ("released_ns", max), ("bytes", sum)):
+        if values := [seen[name] for seen in ranks if name in seen]:
+            found[name] = chosen(values)
+    if methods := sorted({seen["method"] for seen in ranks if "method" in seen}):
+        found["method"] = "+".join(methods)
+    if landed := [seen["landed_ns"] for seen in ranks if "landed_ns" in seen]:
+        found["landed_ns"] = [max(layer) for layer in zip(*landed, strict=False)]
+        if len(ranks) > 1:
+            found["landed_by_rank_ns"] = landed
+    return found

@@ -65,6 +65,11 @@ def table(cell: CellFigures) -> str:
             f"{'-' if arm.gpu_busy is None else f'{arm.gpu_busy:.0%}'} | {arm.peak_in_flight_bytes / 1e6:.0f} MB | "
             f"{'-' if arm.bystander_tpot is None else _pm(arm.bystander_tpot)} |"
         )
+    lines += [
+        f"\n{name}: all landed by rank {', '.join(f'{ms:.1f}' for ms in arm.last_layer_by_rank_ms)} ms"
+        for name, arm in sorted(cell.arms.items())
+        if arm.last_layer_by_rank_ms
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -14,6 +14,16 @@ _PIECE_BYTES: Final = 512 << 20
 _PATIENCE_S: Final = 180.0
 
 
+def keep_pool(pool: KeptPool) -> None:
+    """Every worker side that this process makes from now on takes its host memory from the pool."""
+    from lamella.connector.vllm_worker import WorkerSide
+
+    def kept(worker: Any, object_bytes: int) -> Any:
+        return pool.cut(object_bytes)
+
+    WorkerSide._make_memory = kept  # type: ignore[assignment,method-assign]
+
+
 class _Borrowed(HostMemory):
     """A memory whose close is the lender's."""
 

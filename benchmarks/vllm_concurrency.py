@@ -4,6 +4,7 @@
     vllm_concurrency.py OUT.jsonl --cells core --budget-s 560        one GPU, vLLM 0.26, Llama-3.1-8B's shape
     vllm_concurrency.py OUT.jsonl --cells core --tiny                the same program on a CPU, to see that it runs
     vllm_concurrency.py OUT.jsonl --cells core --list                cells and arms; nothing runs
+    vllm_concurrency.py OUT.jsonl --cells two_gpus --tp 2            two GPUs, a rank each
     concurrency_report.py OUT.jsonl                                  the table
 
 One engine runs every arm: the connector is exchanged between repeats, while nothing is in flight. A cell's rounds each
@@ -11,15 +12,16 @@ begin with the baseline, then come the other arms in random order, and the basel
 document of the host pool and new tokens, the same for every arm and repeat; before each repeat vLLM's own prefix cache
 is emptied, and it keeps no more than the cell needs and one request more, so that every hit comes from the pool. Each
 repeat is one line of OUT; a second call skips the lines that are there, so a run can be cut anywhere. Weights are
-seeded, so that an early read changes tokens: `verify` lines hold answers to compare with recomputation.
+seeded, so that an early read changes tokens: `verify` lines hold answers to compare with recomputation. With several
+ranks a layer has landed when it has on the slower one; every rank's landings are kept too.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import json
+import os
 import random
 import sys
 import time
@@ -129,6 +131,8 @@ def request_row(one: Served, begin_ns: int, seen: dict[str, Any], cached: int) -
         row["lookup_cost_us"] = seen["lookup_ns"] // 1000
     if "landed_ns" in seen:
         row["landed_us"] = [since(at_ns) for at_ns in seen["landed_ns"]]
+    if "landed_by_rank_ns" in seen:
+        row["landed_by_rank_us"] = [[since(at_ns) for at_ns in rank] for rank in seen["landed_by_rank_ns"]]
     return row
 
 
@@ -139,26 +143,22 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     requests, others = engine.prompts.requests(cell, tag)[: arm.requests_of(cell)], engine.prompts.bystanders(cell, tag)
     concurrency = None if cell.rate_per_s else cell.concurrency
     engine.cached.clear()
-    gc.collect()
-    gc.disable()
     times: dict[str, list[int]] = {}
-    try:
 
-        def measured(loop: Any) -> list[Served]:
-            engine.probe.clear()
-            return serve(loop, requests, concurrency)
+    def measured(loop: Any) -> list[Served]:
+        engine.clear()
+        return serve(loop, requests, concurrency)
 
+    with engine.without_garbage():
         if others:
             served, times = while_others_decode(engine, others, engine.abort, measured)
         else:
             served = measured(engine)
         counters, durations, peak = engine.counters(), engine.durations(), engine.peak_in_flight_bytes()
-    finally:
-        gc.enable()
     begin_ns = min(one.arrival_ns for one in served)
     end_ns = max(one.token_ns[-1] for one in served)
     engine.after_repeat(cell)
-    noted = engine.probe.taken()
+    noted = engine.taken()
     loads = {name if name in engine.cached else name.rsplit("-", 1)[0]: load for name, load in noted["loads"].items()}
     return {
         "kind": "repeat",
@@ -312,6 +312,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--stream-stalls", action="store_true", help="time layers' waits on the stream; not for figures"
     )
+    parser.add_argument("--tp", type=int, default=1, metavar="RANKS", help="tensor parallelism, a GPU a rank")
+    parser.add_argument(
+        "--no-custom-all-reduce", action="store_true", help="ranks add up by NCCL alone, not by vLLM's own kernels"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, 1/32 of the tokens")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--commit", default="unknown", help="written down with the machine's facts")
@@ -348,9 +352,23 @@ def main() -> int:
         for cell in cells:
             print(cell.name, cell.repeats, ",".join(cell.arms))
         return 0 if cells else 2
+    try:
+        return measure(asked, group, arms, cells, begin)
+    except Exception:
+        if asked.tp == 1:
+            raise
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the end of a process waits for workers that failed, and for ever
+
+
+def measure(asked: argparse.Namespace, group: Group, arms: dict[str, Arm], cells: list[Cell], begin: float) -> int:
+    """Everything is measured and written; 0 or 3, as `main`."""
     from concurrency_engine import ConcurrencyEngine
 
-    engine = ConcurrencyEngine(group, asked.tiny)
+    options = {"disable_custom_all_reduce": True} if asked.no_custom_all_reduce else {}
+    engine = ConcurrencyEngine(group, asked.tiny, asked.tp, options)
     engine.probe.layers_timed = asked.stream_stalls
     run = Run(asked, engine, group, arms, begin)
     run.write({"kind": "engine", **facts_of(engine, asked)})

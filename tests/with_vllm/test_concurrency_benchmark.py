@@ -67,3 +67,25 @@ def test_what_an_arm_leaves_on_does_not_reach_the_next(tmp_path: Path) -> None:
     stored = [row["counters"].get("stored_tokens", 0) for row in repeats if row["cell"]["stores"]]
     assert min(stored) > 0
     assert not any(row["counters"].get("stored_tokens") for row in repeats if not row["cell"]["stores"])
+
+
+def test_two_ranks_answer_as_recomputation_does_and_every_layer_counts_from_the_slower(tmp_path: Path) -> None:
+    """The scheduler here, each rank in a process of its own: exchange, pool and probe go there."""
+    options = ("--tp", "2", "--cells", "two_gpus", "--only", "c4", "--repeats", "1", "--arms", "fifo_first,sync")
+    rows = run(tmp_path / "run.jsonl", *options)
+    verdicts = {arm: verdict for (_cell, arm), verdict in figures().verdicts_of(rows).items()}
+    assert verdicts.pop("early_read").wrong > 0, "the control that does not wait must be seen to read early"
+    assert len(verdicts) == 7
+    assert all(verdict.wrong == verdict.near_ties == 0 for verdict in verdicts.values())
+    repeats = [row for row in rows if row["kind"] == "repeat"]
+    assert {row["arm"] for row in repeats} == {"chunk_bounded", "fifo_first", "sync"}
+    assert not [row["arm"] for row in repeats if figures().is_flawed(row)]
+    hit_bytes = repeats[0]["cell"]["hit"] * 4096  # a token of the tiny model, both ranks together
+    for row in repeats:
+        for request in row["requests"]:
+            ranks = request["landed_by_rank_us"]
+            assert len(ranks) == 2
+            assert request["landed_us"] == [max(layer) for layer in zip(*ranks, strict=True)]
+            assert request["bytes"] == hit_bytes
+            if row["arm"] == "fifo_first":
+                assert request["landed_us"][0] <= request["released_us"] <= request["token_us"][0]
