@@ -77,7 +77,7 @@ class DescribedCaches:
         engines: one paged cache a KV cache group.
         layers: the stage's layer index of each layer name.
         block_tokens: (logical, kernel) block tokens of each group.
-        inner: order of the bytes of a block, for the key space.
+        inner: order of the bytes of a block, and of several groups which layers they hold, for the key space.
     """
 
     layout: ObjectLayout
@@ -132,8 +132,9 @@ def describe_caches(
         kernel_groups.append(KernelGroup(geometry, tuple(layers[name] for name in names), engine.block_tokens))
         sizes.append((group.block_tokens, engine.block_tokens))
         order = engine.inner_order()
-        inner.append(f"{axes}:{order or 'strided'}")
-    dense = all(not order.endswith("strided") for order in inner)
+        its = "" if len(groups) == 1 else f" in layers {','.join(str(layers[name]) for name in names)}"
+        inner.append(f"{axes}:{order or 'strided'}{its}")
+    dense = all(engine.inner_order() for engine in engines)
     if form == "block" and not dense:
         raise ValueError(f"object_form block needs blocks whose bytes are contiguous, got {inner}; use token or auto")
     chosen = ObjectForm.BLOCK if form == "block" or (form == "auto" and dense) else ObjectForm.TOKEN

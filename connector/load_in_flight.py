@@ -18,6 +18,7 @@ class Load:
         released: it was reported received, or its request joined the step; only then can anybody read its blocks.
         ready_layer: layers before it need no further wait in this step.
         failed: why, or "".
+        waited_whole: this step began when all of it had landed.
         in_graphs: captured graphs that are replayed wait for it by themselves.
     """
 
@@ -32,6 +33,7 @@ class Load:
     failed: str = ""
     landed: bool = False
     in_graphs: bool = False
+    waited_whole: bool = False
 
     @property
     def transfer(self) -> Arriving | None:

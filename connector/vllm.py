@@ -21,7 +21,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
-from lamella.connector.vllm_engine import check_engine, engine_facts, full_graphs, rank_facts, why_refused
+from lamella.connector.vllm_engine import (
+    check_engine,
+    check_stands_alone,
+    engine_facts,
+    full_graphs,
+    rank_facts,
+    why_refused,
+)
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.vllm_stats import LamellaPromMetrics, LamellaStats
@@ -111,7 +118,12 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
     # ---- the worker's hooks, in the order of a step
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """The rank's caches are known: memory and the transfer engine come up."""
+        """The rank's caches are known: memory and the transfer engine come up.
+
+        Raises:
+            ValueError: below another connector, or as `WorkerSide`.
+        """
+        check_stands_alone(self)
         if not self._refused:
             facts = replace(self._rank_facts, full_graphs=full_graphs(self._vllm_config))
             self.worker = self._worker_side(self.settings, facts, kv_caches, self._rules, self._engine_options)

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import vllm
 from blake3 import blake3
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
 from lamella.connector.cache_shapes import GroupShape
 from lamella.connector.engine_facts import EngineFacts
@@ -49,6 +50,20 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
             "kv_load_failure_policy recompute cannot take a running request back with asynchronous scheduling or Model "
             "Runner V2, and a load can fail after release: use the policy fail, or async_scheduling=False with "
             "VLLM_USE_V2_MODEL_RUNNER=0, or release: whole"
+        )
+
+
+def check_stands_alone(connector: object) -> None:
+    """Raises ValueError where the engine's connector is another one that passes calls on, as MultiConnector does.
+
+    It counts who holds a request's blocks by what workers report, where this connector answers on the scheduler side,
+    and it shows every child the others' reports: blocks would be freed in use, and others' loads never end.
+    """
+    group = get_kv_transfer_group() if has_kv_transfer_group() else connector
+    if group is not connector:
+        raise ValueError(
+            f"LamellaConnector cannot share an engine's requests below {type(group).__name__}: name it as kv_connector "
+            "itself; a folder of its own (file_tier) serves several engines"
         )
 
 

@@ -110,7 +110,7 @@ class WorkerLoads:
             self.begin(order, now_ns)
         self.gated = [load for load in self._loads.values() if load.released and self._outstanding(load)]
         for load in self.gated:
-            load.ready_layer = 0
+            load.ready_layer, load.waited_whole = 0, False
         if self._captured is not None and self.gated and not self._hooks_bypassed:
             self._captured_wait(orders)
 
@@ -160,7 +160,7 @@ class WorkerLoads:
         """As `wait_layer` for every layer: where no hook will be called."""
         for load in tuple(self.gated):
             self._wait(load, self._num_layers - 1)
-            load.ready_layer = self._num_layers
+            load.waited_whole = True
 
     def replays(self) -> None:
         """The step, if it computes anything, is one captured graph: no hook will be called."""
@@ -173,7 +173,7 @@ class WorkerLoads:
         computed is right only if the copy ends well, and that must be known before its tokens are taken (SAFE-3).
         """
         for load in tuple(self.gated) if self._rules.wait_for_released else ():
-            if (self._replayed and load.in_graphs) or load.ready_layer == self._num_layers:
+            if (self._replayed and load.in_graphs) or load.waited_whole or load.ready_layer == self._num_layers:
                 self._wait_final(load)
 
     def _wait(self, load: Load, layer: int) -> None:
@@ -331,14 +331,19 @@ class WorkerLoads:
         return frozenset().union(*(load.blocks for load in self._loads.values() if load.failed))
 
     def _find_bypass(self) -> None:
-        """A step that passed over the hook read what may not have landed: those loads fail (SAFE-4)."""
+        """A step that passed over a layer's hook read what may not have landed: those loads fail (SAFE-4).
+
+        One layer is enough, the last or not: its reader did not wait, whatever layers behind it did.
+        """
         if not self._orders.num_tokens or not self.gated or not self._rules.wait_for_released:
             return
         unhooked = self._num_layers - len(self._hooked)
         read = [
             load
             for load in self.gated
-            if load.ready_layer < self._num_layers and not load.blocks.isdisjoint(self._orders.held_blocks)
+            if not load.waited_whole
+            and not (self._replayed and load.in_graphs)
+            and not load.blocks.isdisjoint(self._orders.held_blocks)
         ]
         if not unhooked or not read:
             return

@@ -172,6 +172,23 @@ def test_a_store_ends_before_somebody_writes_into_its_blocks() -> None:
     assert side.step_orders(output_of(("d", [9, 3], 4, 4))).flushes == (store.number,)
 
 
+@pytest.mark.known_fault(35)
+def test_blocks_of_a_request_that_ends_while_a_step_that_stores_them_is_in_flight_are_held_until_that_has_ended() -> (
+    None
+):
+    """With asynchronous scheduling the next step is made before the last one's end is known."""
+    side = side_of(num_ranks=2)
+    request = Request("a", list(range(16)))
+    side.matched_tokens(request, 0)
+    side.allocated(request, ([1, 2, 3, 4],), 0)
+    (store,) = side.step_orders(output_of(("a", [1, 2, 3, 4], 0, 16))).stores
+    side.step_orders(output_of(("a", [5], 16, 1), new=False))  # a step ahead
+    assert side.request_ended(request)
+    assert done(side).finished_sending is None
+    assert done(side, stores={store.number: Ended(1, True)}).finished_sending is None  # one rank of two
+    assert done(side, stores={store.number: Ended(1, True)}).finished_sending == {"a"}
+
+
 def test_a_store_that_was_dropped_gives_its_slots_back_and_is_tried_again() -> None:
     side = side_of()
     request = Request("a", list(range(20)))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
+import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
+from lamella.connector.vllm_engine import why_refused
 from lamella.reference.plan import Direction
 from with_vllm.live_engine import LiveEngine, prompt
 from with_vllm.tiny_llama import write_tiny_llama
@@ -28,6 +32,17 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     live.close()
 
 
+@pytest.mark.known_fault(65)
+def test_states_of_a_recurrent_group_are_never_stored_whatever_block_they_lie_in() -> None:
+    """A speculating engine relocates them: a block that holds a state in one step is a scratch block in the next."""
+    attention = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    states = MambaSpec(block_size=32, shapes=((8, 8),), dtypes=(torch.float32,))
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (attention, states)]
+    for reports_requests in (False, True):
+        assert "MambaSpec is not supported" in why_refused(SimpleNamespace(kv_cache_groups=groups), reports_requests)
+    assert why_refused(SimpleNamespace(kv_cache_groups=groups[:1]), True) == ""
+
+
 @pytest.mark.skipif(CAN_BE_TOLD, reason="this vLLM can be told of a failed load")
 def test_nothing_is_loaded_where_a_failure_could_not_be_reported(hybrid: LiveEngine) -> None:
     computed = hybrid.generate(P)
@@ -39,6 +54,7 @@ def test_nothing_is_loaded_where_a_failure_could_not_be_reported(hybrid: LiveEng
 
 
 @needs_reports_by_request
+@pytest.mark.known_fault(79)
 def test_two_groups_are_exact_and_released_whole(hybrid: LiveEngine) -> None:
     for length in (130, 448, 500):
         tokens = prompt(length, salt=length)

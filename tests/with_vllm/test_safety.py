@@ -147,6 +147,20 @@ def test_every_metric_reaches_the_log_line_and_prometheus(engine: LiveEngine) ->
     assert REGISTRY.get_sample_value("vllm:lamella_release_seconds_total", {"engine": "0"}) == 6.0
 
 
+def test_below_another_connector_it_is_refused_at_start_with_what_to_do(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """MultiConnector is the engine's connector then, and hands the caches down."""
+    from vllm.distributed.kv_transfer import kv_transfer_state
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    above = MultiConnector.__new__(MultiConnector)
+    above._connectors = [engine.connector]
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", above)
+    with pytest.raises(ValueError, match="below MultiConnector: name it as kv_connector itself"):
+        above.register_kv_caches({})
+
+
 def test_a_load_moves_nothing_before_it_is_let(engine: LiveEngine) -> None:
     """The control of every test above: no window was let through that a load did not use."""
     computed = engine.stored(P)
