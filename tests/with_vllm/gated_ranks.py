@@ -23,7 +23,7 @@ class GatedRanksConnector(LamellaConnector):
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         super().register_kv_caches(kv_caches)
         assert self.worker is not None
-        rank = self._vllm_config.parallel_config.rank
+        rank = self._rank_facts.tp_rank
         self.worker.engine.grant(Direction.STORE, 1 << 40)
         self._stop = threading.Event()
         path = Path(os.environ["LAMELLA_TEST_GATES"]) / f"rank-{rank}"

@@ -58,6 +58,13 @@ class TwoRanks:
         self.side = core.scheduler.connector.scheduler
         self.aggregator = core.model_executor.kv_output_aggregator
         self.outputs: dict[str, Answer] = {}
+        self.matched_tokens = self.side.matched_tokens
+        self.side.matched_tokens = self.matched_unless_other
+
+    def matched_unless_other(self, request: Any, local_hit: int) -> tuple[int | None, bool]:
+        """OTHER is computed, wherever it is stored."""
+        found = self.matched_tokens(request, local_hit)
+        return (0, False) if request.num_prompt_tokens == len(OTHER) else found
 
     def grant(self, rank: int, windows: int) -> None:
         self.granted[rank] += windows
@@ -122,13 +129,13 @@ class TwoRanks:
             self.llm.llm_engine.abort_request([work.request], internal=True)
             self.add("r3", OTHER)
             self.step(3)
-            self.grant(1, LAYERS)
-            until = time.monotonic() + 3.0
+            self.grant(1, 1)  # of a load that was cancelled, only the layer that was handed to the device still moves
+            until = time.monotonic() + 2.0
             freed = False
             while time.monotonic() < until and not freed:  # a hold shows only in that nothing comes of waiting
                 self.step()
                 freed = any(one.num_output_tokens >= 2 for one in self.scheduler.running)
-            self.grant(0, LAYERS)
+            self.grant(0, 1)
             answer = self.finish("r3")
         self.outputs.clear()
         self.settle()
