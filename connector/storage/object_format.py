@@ -32,7 +32,7 @@ from lamella.reference.layout import ByteRange, ObjectLayout
 
 FORMAT_VERSION: Final = 2
 PAGE_BYTES: Final = 4096
-PIECE_BYTES: Final = 256 << 10
+PIECE_BYTES: Final = 512 << 10
 """Read and hashed in turns of this size, so that the hash finds the bytes in the core's cache."""
 _KNOWN_SLICES: Final = 512
 _MAGIC: Final = b"LAMELLA\0"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lamella.connector.storage.redis_tier import MAX_VALUE_BYTES, RedisTier
+from lamella.connector.storage.redis_tier import MAX_VALUE_BYTES, Question, RedisServer, RedisTier
 from lamella.connector.storage.tier import DamagedObjectError, TierError
 from lamella.reference.layout import ByteRange
 from storage_servers import REDIS_MISSING, RedisProcess, Wire, redis_server
@@ -69,6 +69,21 @@ def test_a_prefix_is_one_round_trip_whatever_its_length(wire: Wire) -> None:
     assert time.monotonic() - start < 0.5 + LATE_S
     assert [bytes(view) for (view,) in into] == [content(number) for number in range(50)]
     tier.close()
+
+
+@pytest.mark.parametrize("size", [1 << 16, 1 << 19, 1 << 21])
+def test_the_next_answer_is_under_way_before_this_one_is_used_however_long_it_is(own: RedisProcess, size: int) -> None:
+    server = RedisServer(f"redis://127.0.0.1:{own.port}/0", cluster=False, timeout_s=10, retries=0)
+    with client_of(own) as client:
+        client.set("value", bytes(size))
+        answers = server.ask_in_turn([Question(("GETRANGE", "value", 0, size - 1), size)] * 4)
+        assert next(answers) == bytes(size)
+        deadline = time.monotonic() + 5
+        while client.info("commandstats")["cmdstat_getrange"]["calls"] < 2:
+            assert time.monotonic() < deadline, "the second question waits for whoever takes the first answer"
+            time.sleep(0.01)
+        assert list(answers) == [bytes(size)] * 3
+    server.close()
 
 
 # ---- who may ask
