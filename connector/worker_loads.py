@@ -173,7 +173,7 @@ class WorkerLoads:
         computed is right only if the copy ends well, and that must be known before its tokens are taken (SAFE-3).
         """
         for load in tuple(self.gated) if self._rules.wait_for_released else ():
-            if (self._replayed and load.in_graphs) or load.waited_whole or load.ready_layer == self._num_layers:
+            if (self._replayed and load.in_graphs) or load.ready_layer == self._num_layers:
                 self._wait_final(load)
 
     def _wait(self, load: Load, layer: int) -> None:
