@@ -183,7 +183,8 @@ def test_a_graph_that_waits_for_a_write_that_does_not_come_is_let_go_within_the_
             more = {"slices": (Slice(0, 1),), "keys": [-1], "fence": AfterEvent(event_handle(event)), "deadline_s": 20}
             objects = worker._objects(0, slots)
             moves = worker.engine.retrieve(worker._registered, objects, tables, CHUNK, **more)
-            stuck.extend((moves, torch.cuda.ExternalStream(stream), event))
+            computing = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
+            stuck.extend((moves, computing, event))
         return gated
 
     with instead(captured, "gate", gate_and_get_stuck):
