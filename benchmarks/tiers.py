@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Storage tiers against the plain calls of what they stand on, for the same ranges of the same objects.
 
-  tiers.py [OUT.json] [--objects 8] [--repeats 9] [--folder /tmp] [--only files redis throttled]
+  tiers.py [OUT.json] [--objects 8] [--repeats 9] [--folder /tmp] [--only files redis throttled s3]
 
 Objects are 32 MiB: 256 tokens of Llama-3.1-8B's KV in bf16, a layer two runs of 512 KiB. The two arms take turns, so
 that a drift of the machine meets both; the figure is the median of the repeats' ratios, time of the plain calls over
@@ -13,6 +13,8 @@ time of the tier, with least and most beside it. Every arm's first turn is left 
   none. Both are one thread.
 - redis: a loop of the client's own `getrange`, one a range; what it returns is left as it is. The tier asks for a slice
   of all objects together, checks, and copies into the caller's buffers. Always warm: a server holds values in memory.
+- s3: a loop of the client's own `get_range`, one a range, against moto, a server for tests in Python: what it gives is
+  the server's rate, so there is no target, and it runs only if asked for. Needs `pip install 'moto[server]'`.
 - throttled: a tier that takes a set time a byte; when the first layer is there, against the whole.
 
 Exit code 1 if a median misses its target: 0.8 of plain calls; the first layer within 1.3/L of the whole's time.
@@ -30,6 +32,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -221,6 +224,62 @@ def measure_redis(args: argparse.Namespace) -> Iterator[Row]:
         tier.close()
 
 
+@contextmanager
+def s3_server() -> Iterator[str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    os.environ |= {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any"}
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as server:
+        try:
+            deadline = time.monotonic() + 60
+            while True:
+                try:
+                    urllib.request.urlopen(
+                        urllib.request.Request(f"{address}/kv-cache", method="PUT"), timeout=5
+                    ).close()
+                    break
+                except OSError:
+                    if time.monotonic() > deadline or server.poll() is not None:
+                        raise SystemExit("moto did not start: pip install 'moto[server]'") from None
+                    time.sleep(0.1)
+            yield address
+        finally:
+            server.kill()
+
+
+def measure_s3(args: argparse.Namespace) -> Iterator[Row]:
+    import obstore
+    from obstore.store import S3Store
+
+    from lamella.connector.storage.s3_tier import S3Tier
+
+    keys = keys_of(args.objects)
+    with s3_server() as endpoint:
+        tier = S3Tier("s3://kv-cache", LAYOUT.object_bytes, layer_runs(LAYOUT), endpoint=endpoint, timeout_s=60)
+        contents = fill(tier, keys)
+        paths, start = [tier.path_of(key) for key in keys], tier.format.header_bytes
+        config: Any = {"endpoint": endpoint}
+        store = S3Store("kv-cache", client_options={"allow_http": True}, config=config)
+        buffers = Buffers(args.objects)
+        for width in WIDTHS:
+            own = read_by_slices(tier, keys, buffers, width)
+            parts = [slice_ranges(LAYOUT, part) for part in plan_slices(NUM_LAYERS, width)]
+
+            def plain(parts: list[tuple[ByteRange, ...]] = parts) -> None:
+                for ranges in parts:
+                    for path in paths:
+                        for wanted in ranges:
+                            obstore.get_range(store, path, start=start + wanted.offset, length=wanted.num_bytes)
+
+            times = take_turns(args.repeats, own, plain, lambda: None)
+            check(buffers, contents)
+            yield Row("s3", "moto", width, args.objects * LAYOUT.object_bytes, *times)
+        tier.close()
+
+
 class ThrottledTier:
     """A file tier whose answers take a set time a byte."""
 
@@ -285,18 +344,18 @@ def main() -> int:
     parser.add_argument("--objects", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--only", nargs="+", choices=["files", "redis", "throttled"])
+    parser.add_argument("--only", nargs="+", choices=["files", "redis", "throttled", "s3"])
     args = parser.parse_args()
     wanted = args.only or ["files", "redis", "throttled"]
     if "redis" in wanted and shutil.which("redis-server") is None:
         raise SystemExit("redis-server is not installed: apt-get install redis-server, or --only files throttled")
     before, rows, missed = os.getloadavg(), [], False
     print(f"{'tier':<8}{'cache':<7}{'width':>5}{'GB/s':>8}{'plain':>8}{'ratio':>7}  spread")
-    for name, measure in (("files", measure_files), ("redis", measure_redis)):
+    for name, measure in (("files", measure_files), ("redis", measure_redis), ("s3", measure_s3)):
         for row in measure(args) if name in wanted else ():
             rows.append(row)
             own, plain = (row.num_bytes / statistics.median(ns) for ns in (row.tier_ns, row.plain_ns))
-            below = row.median < PLAIN_SHARE
+            below = row.tier != "s3" and row.median < PLAIN_SHARE
             missed |= below
             print(
                 f"{row.tier:<8}{row.cache:<7}{row.width:>5}{own:>8.2f}{plain:>8.2f}{row.median:>7.2f}  "
