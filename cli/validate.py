@@ -29,6 +29,13 @@ def validate(
     overheads: Annotated[
         Path | None, typer.Option(help="Overheads as JSON, ns by name. Left out: fitted on the calibrated cells.")
     ] = None,
+    inputs_wait: Annotated[
+        str,
+        typer.Option(
+            help="What the engine's copy of a joining prompt waited for beside loads: none; turn, of the lane's "
+            "copies; load-end, as in runs from before copies took turns."
+        ),
+    ] = "turn",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything there.")] = None,
 ) -> None:
     """Replays recorded runs in the model: error by cell and percentile, the side of zero, the regret of its advice.
@@ -39,10 +46,14 @@ def validate(
     from lamella.reference.records import read_record
     from lamella.sim.overheads import Overheads
     from lamella.sim.recorded import read_recorded
+    from lamella.sim.recorded_arms import InputsWait
     from lamella.sim.validate import Split
     from lamella.sim.validate import validate as validate_run
 
     with refuse_bad_input():
+        if inputs_wait not in [way.value for way in InputsWait]:
+            known = ", ".join(way.value for way in InputsWait)
+            raise ValueError(f"--inputs-wait must be one of {known}, got {inputs_wait!r}")
         device = open_device(profile, None, extrapolate=False)
         lines = [line for path in results for line in _text(path).splitlines()]
         run = read_recorded(lines, ", ".join(map(str, results)))
@@ -55,7 +66,7 @@ def validate(
                 raise ValueError(str(mistake)) from mistake
         if json_path is not None:
             check_writable(json_path)
-        found = validate_run(run, device, cells, given)
+        found = validate_run(run, device, cells, given, InputsWait(inputs_wait))
     if json_path is not None:
         json_path.write_text(json.dumps(found.document(), indent=1) + "\n", encoding="utf-8")
     for line in found.lines():

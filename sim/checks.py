@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from lamella.sim.overheads import Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRun
-from lamella.sim.recorded_arms import Modelled, model_of, predict, ttft_ns
+from lamella.sim.recorded_arms import InputsWait, Modelled, model_of, predict, ttft_ns
 from lamella.sim.strategies import Device
 
 PERCENTILES: Final = (50, 90, 99)
@@ -86,12 +86,14 @@ def percentiles(values: Sequence[int]) -> tuple[int, ...]:
     return tuple(ranked[-(-len(ranked) * percent // 100) - 1] for percent in PERCENTILES)
 
 
-def group_arms(repeats: Iterable[RecordedRepeat]) -> tuple[dict[str, dict[str, RecordedArm]], dict[str, int]]:
+def group_arms(
+    repeats: Iterable[RecordedRepeat], inputs: InputsWait = InputsWait.TURN
+) -> tuple[dict[str, dict[str, RecordedArm]], dict[str, int]]:
     """(cell -> arm -> its repeats, reason -> repeats left out): arms that the world can run, with requests to count."""
     found: dict[str, dict[str, tuple[Modelled, list[RecordedRepeat]]]] = {}
     left_out: dict[str, int] = {}
     for repeat in repeats:
-        model = model_of(repeat)
+        model = model_of(repeat, inputs)
         if not repeat.counted:
             model = "no request of it counts"
         if isinstance(model, str):

@@ -51,7 +51,7 @@ class Engine(StepRunner):
             self._look_after_submission()
 
     def _look_after_submission(self) -> None:
-        if self._stretch is None or self._release.weighs_steps or self._loads.delay_inputs() or self._due:
+        if self._stretch is None or self._release.weighs_steps or self._copies_ahead() or self._due:
             self._look_soon()
         else:
             self._arm_timer(0)
@@ -196,6 +196,7 @@ class Engine(StepRunner):
         busy, self._step_ended = self._step_ended and self._settings.steps_ahead, False
         now = self._clock.now_ns
         self._delay_ns = self._settings.start_delay_ns
+        self._prompt_delay_ns = 0
         if self._loads.delay_inputs():
             self._queue_inputs(now, busy)
         if scheduler.blocks is not None:
@@ -227,12 +228,12 @@ class Engine(StepRunner):
             self._arm_timer(self._settings.idle_poll_ns)
 
     def _queue_inputs(self, now: int, busy: bool) -> None:
-        """The step's inputs are copied behind the loads of earlier polls, and before those of this one.
+        """A joining prompt is copied behind the loads of earlier polls, and before those of this one.
 
-        An engine that schedules ahead copies them a step earlier, while the one before it runs.
+        An engine that schedules ahead copies it a step earlier, while the one before it runs.
         """
         there_ns = now + self._loads.inputs_wait_ns()
-        self._delay_ns += max(0, (self._inputs_ns if busy else there_ns) - now)
+        self._prompt_delay_ns = max(0, (self._inputs_ns if busy else there_ns) - now)
         self._inputs_ns = there_ns
 
     def _release_due(self, now: int, busy: bool) -> None:

@@ -47,7 +47,7 @@ class Loads:
         self._back = back
         self._tiers = tiers
         self._first_slice_ns = hardware.first_slice_ns
-        self._in_flight_ns = hardware.in_flight_ns
+        self._inputs_behind_ns = hardware.inputs_behind_ns
         self._layers_needed = release.layers_needed(num_layers)
         self._gates: dict[tuple[int, ...], list[Slice]] = {}  # by slice widths; a replay has a few
 
@@ -95,15 +95,15 @@ class Loads:
         self._back.submit(Transfer(submission, load, left))
 
     def inputs_wait_ns(self) -> int:
-        """How long the inputs of a step that forms now queue behind what is enqueued on the link."""
-        if self._in_flight_ns == 0:
-            return 0
-        ahead_ns = self._carrier.ahead_ns()
-        return ahead_ns if self._in_flight_ns is None else min(ahead_ns, self._in_flight_ns)
+        """How long the prompt of a request that joins now waits behind what the link has to carry."""
+        if self._inputs_behind_ns is not None:
+            return min(self._carrier.ahead_ns(), self._inputs_behind_ns) if self._inputs_behind_ns else 0
+        ends = [landings[-1] for landings in self._carrier.forecast_ns().values()]
+        return min(ends) - self._clock.now_ns if ends else 0
 
     def delay_inputs(self, coming: bool = True) -> bool:
-        """Whether what is on the link, or coming to it, delays the steps that form meanwhile."""
-        return self._in_flight_ns != 0 and (coming or self._carrier.ahead_ns() > 0)
+        """Whether what is on the link, or coming to it, delays steps that requests join meanwhile."""
+        return self._inputs_behind_ns != 0 and (coming or self._carrier.ahead_ns() > 0)
 
     def last_rank(self, job: Job) -> int:
         """Which rank brought the last slice last."""

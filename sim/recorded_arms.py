@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Final
 
 from lamella.reference.ordering import parse_order
@@ -21,22 +22,39 @@ from lamella.sim.stations import plan_load
 from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
 from lamella.sim.world import World
 
-DEFAULT_IN_FLIGHT_BYTES: Final = 55_000_000
-"""The connector's own default of `in_flight_mb`."""
+DEFAULT_TURN_MIB: Final = 32
+"""The connector's own default of `turn_mib`."""
 BYSTANDER_TOKENS: Final = 1024
 BYSTANDER_TAG: Final = -1
 BYSTANDER_OUTPUT: Final = 6000
 
 
+class InputsWait(Enum):
+    """What the engine's own copy of a joining prompt waits for while loads are moving."""
+
+    NONE = "none"
+    """Nothing: as if it went another way."""
+    TURN = "turn"
+    """The present turn of the lane's copies, the connector's `turn_mib`."""
+    LOAD_END = "load-end"
+    """The end of the load that ends next: the lane before it took turns, and `turn_mib` 0, left the link idle only
+    between two loads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Modelled:
-    """An arm that the world can run: its strategy, and the bytes it lets be enqueued at the device."""
+    """An arm that the world can run.
+
+    Attributes:
+        strategy: how its hits reach the engine.
+        inputs_behind_bytes: a joining prompt waits for at most so many bytes of loads; None: until a load ends.
+    """
 
     strategy: Strategy
-    in_flight_bytes: int
+    inputs_behind_bytes: int | None
 
 
-def model_of(repeat: RecordedRepeat) -> Modelled | str:
+def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Modelled | str:
     """The arm for the world, or why the world has no answer for it."""
     settings: Mapping[str, Any] | None = repeat.settings
     if settings is None:
@@ -50,12 +68,13 @@ def model_of(repeat: RecordedRepeat) -> Modelled | str:
     if repeat.arm == "early_read":
         return "a control that does not wait"
     width = settings.get("layers_per_slice", repeat.cell.width)
-    in_flight = int(settings.get("in_flight_mb", DEFAULT_IN_FLIGHT_BYTES // 1_000_000)) * 1_000_000
+    turn_bytes = int(settings.get("turn_mib", DEFAULT_TURN_MIB)) << 20
+    behind = None if inputs is InputsWait.LOAD_END else 0 if inputs is InputsWait.NONE else turn_bytes or None
     release = parse_release(str(settings.get("release", "first")))
     order = parse_order(str(settings.get("order", "fifo")))
     if width in (0, "0"):
-        return Modelled(CHUNK_MAJOR, in_flight)
-    return Modelled(Strategy(parse_width(str(width)), order, release), in_flight)
+        return Modelled(CHUNK_MAJOR, behind)
+    return Modelled(Strategy(parse_width(str(width)), order, release), behind)
 
 
 def predict(
@@ -80,9 +99,10 @@ def predict(
         ),
         gated=gated,
     )
-    in_flight_ns = round(model.in_flight_bytes * 1e9 / profile.wire.h2d_bytes_per_s)
+    behind = model.inputs_behind_bytes
+    behind_ns = None if behind is None else round(behind * 1e9 / profile.wire.h2d_bytes_per_s)
     tiers = () if cell.tier_bytes_per_s is None else (Tier("tier", cell.tier_bytes_per_s),)
-    hardware = overheads.hardware(Hardware(tiers=tiers, in_flight_ns=in_flight_ns))
+    hardware = overheads.hardware(Hardware(tiers=tiers, inputs_behind_ns=behind_ns))
     graphs = Graphs.FULL if run.full_graphs and not gated else Graphs.PIECEWISE
     world = World(
         profile.compute(graphs, extrapolate=device.extrapolate),

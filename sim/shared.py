@@ -54,20 +54,19 @@ class SharedLink:
 
     def ahead_ns(self) -> int:
         """Wire time of all that is submitted and has not crossed."""
-        self._advance()
-        left = sum(max(0, end - self._service) for end, _, _ in self._moving) // self._PARTS
+        service = self._served()
+        left = sum(max(0, end - service) for end, _, _ in self._moving) // self._PARTS
         return left + sum(sum(one.load.slice_ns[one.begun :]) for _, _, one in self._moving)
 
     def forecast_ns(self) -> dict[int, list[int]]:
         """Per sequence number, when the slices that have not landed will, if nothing else is submitted."""
-        self._advance()
         ends: list[tuple[int, int, bool]] = []
         for end, sequence, transfer in self._moving:
             rest = [end, *(ns * self._PARTS for ns in transfer.load.slice_ns[transfer.begun : transfer.available])]
             marks = list(accumulate(rest))
             ends += [(mark, sequence, mark == marks[-1]) for mark in marks]
         landings: dict[int, list[int]] = {}
-        moving, service, instant = len(self._moving), self._service, self._clock.now_ns * self._PARTS
+        moving, service, instant = len(self._moving), self._served(), self._clock.now_ns * self._PARTS
         for mark, sequence, leaves in sorted(ends):
             instant += max(0, mark - service) * moving
             service = max(service, mark)
@@ -86,10 +85,14 @@ class SharedLink:
         end = service + transfer.load.slice_ns[part] * self._PARTS
         self._moving.append((end, transfer.submission.sequence, transfer))
 
+    def _served(self) -> int:
+        """The service of now. Asking rounds nothing: the world is the same however often one asks."""
+        since_ns = self._clock.now_ns - self._since_ns
+        return self._service + (since_ns * self._PARTS // len(self._moving) if self._moving else 0)
+
     def _advance(self) -> None:
-        now = self._clock.now_ns
+        now, self._service = self._clock.now_ns, self._served()
         if self._moving:
-            self._service += (now - self._since_ns) * self._PARTS // len(self._moving)
             self.busy_ns += now - self._since_ns
         self._since_ns = now
 

@@ -96,12 +96,8 @@ class StagedLink(Link):
 
     def ahead_ns(self) -> int:
         """Wire time at full speed of all that is submitted and has not crossed."""
-        under_way = 0
-        if self._left_ns is not None:
-            self._progress()
-            under_way = self._left_ns
         waiting = sum(wire_ns for wire_ns, _ in self._windows)
-        return under_way + waiting + sum(sum(one.load.slice_ns[part:]) for _, _, part, one in self._heads)
+        return self._under_way_ns() + waiting + sum(sum(one.load.slice_ns[part:]) for _, _, part, one in self._heads)
 
     def forecast_ns(self) -> dict[int, list[int]]:
         """As for a plain link at full speed, with the scatter of each slice's last window behind it."""
@@ -109,7 +105,7 @@ class StagedLink(Link):
         head = 0
         if carrying is not None:
             transfer, part, _ = carrying
-            head = self._clock.now_ns + (self._left_ns or 0) + sum(wire_ns for wire_ns, _ in self._windows)
+            head = self._clock.now_ns + self._under_way_ns() + sum(wire_ns for wire_ns, _ in self._windows)
             self._carrying = (transfer, part, head)
         forecast = super().forecast_ns()
         self._carrying = carrying
@@ -142,10 +138,14 @@ class StagedLink(Link):
         self._schedule_end()
 
     def _progress(self) -> None:
-        assert self._left_ns is not None, "only a window under way makes progress"
-        now = self._clock.now_ns
-        self._left_ns -= min(self._left_ns, (now - self._since_ns) * self._speed.numerator // self._speed.denominator)
-        self._since_ns = now
+        self._left_ns, self._since_ns = self._under_way_ns(), self._clock.now_ns
+
+    def _under_way_ns(self) -> int:
+        """What is left of the window under way. Asking rounds nothing: the world is the same however often one asks."""
+        if self._left_ns is None:
+            return 0
+        speed = self._speed
+        return max(0, self._left_ns - (self._clock.now_ns - self._since_ns) * speed.numerator // speed.denominator)
 
     def _schedule_end(self) -> None:
         assert self._left_ns is not None, "only a window under way ends"

@@ -68,7 +68,8 @@ class StepRunner(ABC):
         self._looked_ns: int | None = None  # last poll of an engine that is waiting; None in the other states
         self._poll_scheduled = False
         self._step_ended = False  # the next poll is the end of a step
-        self._inputs_ns = 0  # the inputs of the step that is scheduled ahead are there by then
+        self._inputs_ns = 0  # the prompts that join the step that is scheduled ahead are there by then
+        self._prompt_delay_ns = 0  # so much later a step that is formed at the present poll begins if a request joins
         self._before_ns = 0  # when that step began: the boundary before
         self._occupied_ns = 0  # the engine's thread admits requests until then
         self._delay_ns = 0  # from the present poll to the first layer of the step it forms
@@ -117,6 +118,8 @@ class StepRunner(ABC):
         for job, chunk in taken:
             if chunk.first_token == 0 and job.first_started_ns < 0:
                 delay += job.request.host_ns
+        if any(chunk.first_token == 0 for _, chunk in taken):
+            delay = max(delay, self._prompt_delay_ns)  # the host works on the step meanwhile
         start = now + delay
         for job, chunk in taken:
             self.prefilled_tokens += chunk.num_tokens
@@ -257,10 +260,10 @@ class StepRunner(ABC):
 
     def _begin_stretch(self) -> None:
         scheduler = self._scheduler
-        # While a load is on its way, a policy that weighs the last step's length is asked at every poll, and inputs
-        # that queue behind the load delay every step.
+        # While a load is on its way, a policy that weighs the last step's length is asked at every poll, and prompts
+        # that wait behind the load do so from the poll before the one at which they join.
         coming = any(job.transfer for job in scheduler.waiting.values())
-        asked = (self._release.weighs_steps and coming) or self._loads.delay_inputs(coming)
+        asked = (self._release.weighs_steps and coming) or self._copies_ahead(coming)
         # Nobody is admitted at a poll at which blocks were lost, so the next one is a step later.
         singly = asked or self._due or self._preempted
         planned = scheduler.steps_to_next_end if self._fast_forward and not singly else 1
@@ -281,6 +284,9 @@ class StepRunner(ABC):
             launched = now + extra + self._settings.start_delay_ns + self._settings.launch_ns
             self._clock.at(launched, Phase.HAPPEN, self._submit_behind)
         self._arm_timer(0)
+
+    def _copies_ahead(self, coming: bool = True) -> bool:
+        return self._settings.steps_ahead and self._loads.delay_inputs(coming)
 
     def _schedule_stretch_end(self, stretch: DecodeStretch) -> None:
         planned = stretch.num_steps

@@ -17,6 +17,7 @@ from lamella.sim.calibrate import fit
 from lamella.sim.checks import PERCENTILES, ArmCheck, check_arm, group_arms
 from lamella.sim.overheads import Overheads
 from lamella.sim.recorded import RecordedRun
+from lamella.sim.recorded_arms import InputsWait
 from lamella.sim.strategies import Device
 
 BASELINES: Final = ("chunk_bounded", "chunk_deep")
@@ -127,6 +128,7 @@ class Validation:
 
     Attributes:
         profile: name of the device's profile.
+        inputs: what a joining prompt was taken to wait for.
         overheads: fitted, or as given.
         fitted: whether they were fitted here.
         calibrate, test: the judgement of each list.
@@ -134,6 +136,7 @@ class Validation:
     """
 
     profile: str
+    inputs: InputsWait
     overheads: Overheads
     fitted: bool
     calibrate: Judgement
@@ -146,6 +149,7 @@ class Validation:
             "schema_version": 1,
             "kind": "lamella.validate",
             "profile": self.profile,
+            "inputs_wait": self.inputs.value,
             "overheads_ns": asdict(self.overheads),
             "overheads_fitted": self.fitted,
             "calibrate": _judgement_document(self.calibrate),
@@ -238,7 +242,13 @@ def _sign(check: ArmCheck, base: ArmCheck) -> Sign:
     return Sign(check.cell, check.arm, recorded - 1, error, predicted - 1)
 
 
-def validate(run: RecordedRun, device: Device, split: Split, overheads: Overheads | None = None) -> Validation:
+def validate(
+    run: RecordedRun,
+    device: Device,
+    split: Split,
+    overheads: Overheads | None = None,
+    inputs: InputsWait = InputsWait.TURN,
+) -> Validation:
     """The run's cells beside the world's predictions.
 
     Args:
@@ -246,11 +256,12 @@ def validate(run: RecordedRun, device: Device, split: Split, overheads: Overhead
         device: the profile the predictions are made with.
         split: which cells are fitted on, and which judged by.
         overheads: as they are; None fits them on the first list.
+        inputs: what a joining prompt waited for in the engine that ran.
 
     Raises:
         ValueError: none of the cells to be judged by was recorded, or the profile does not cover one of them.
     """
-    arms, left_out = group_arms(run.repeats)
+    arms, left_out = group_arms(run.repeats, inputs)
     lists = {
         name: [arm for cell in cells if cell in arms for arm in arms[cell].values()]
         for name, cells in (("calibrate", split.calibrate), ("test", split.test))
@@ -267,4 +278,4 @@ def validate(run: RecordedRun, device: Device, split: Split, overheads: Overhead
     if overheads is None:
         overheads = fit(lists["calibrate"], run, device)
     judged = {name: judge([check_arm(arm, run, device, overheads) for arm in chosen]) for name, chosen in lists.items()}
-    return Validation(device.profile.name, overheads, fitted, judged["calibrate"], judged["test"], left_out)
+    return Validation(device.profile.name, inputs, overheads, fitted, judged["calibrate"], judged["test"], left_out)

@@ -15,6 +15,7 @@ from lamella.reference.ordering import ORDERS, OrderPolicy
 from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
+from lamella.sim.clock import Phase
 from lamella.sim.hardware import Fault, Hardware, Ratio, Scatter, Sharing, Staging, Tier
 from lamella.sim.records import Ending, Station
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
@@ -23,6 +24,8 @@ from lamella.sim.stations import Prefill, plan_load
 from lamella.sim.world import World
 
 LAYERS = 4
+LONGEST_NS = 4_000
+"""How far worlds are asked; most requests have come and gone by then."""
 
 
 class LinearCompute:
@@ -45,7 +48,8 @@ class Rich:
     settings: EngineSettings
     hardware: Hardware
 
-    def run(self, *, fast_forward: bool = True) -> World:
+    def run(self, *, fast_forward: bool = True, ask_every_ns: int | None = None) -> World:
+        """The world at its end; asked meanwhile what its way has still to carry, if it is."""
         world = World(
             LinearCompute(),
             self.order,
@@ -58,6 +62,10 @@ class Rich:
         )
         for instant, request in self.coming:
             world.arrive_at(instant, request)
+        for instant in range(0, LONGEST_NS, ask_every_ns) if ask_every_ns else ():
+            for way in (world.link, world.back):
+                world.clock.at(instant, Phase.HAPPEN, way.ahead_ns)
+                world.clock.at(instant, Phase.HAPPEN, way.forecast_ns)
         world.run()
         return world
 
@@ -131,7 +139,7 @@ def random_rich(rng: random.Random) -> Rich:
             tiers=tiers,
             both_busy=rng.choice((Ratio(1, 1), Ratio(2, 3))),
             first_slice_ns=rng.choice((0, 0, 6)),
-            in_flight_ns=rng.choice((0, 0, 40, None)),
+            inputs_behind_ns=rng.choice((0, 0, 40, None)),
         ),
     )
 

@@ -153,6 +153,23 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert "Traceback" not in result.output
 
 
+def test_what_a_joining_prompt_waits_for_is_said_and_matters(tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded", "fifo_first"))
+    out, errors = tmp_path / "out.json", {}
+    for wait in ("none", "turn", "load-end"):
+        found = run(made, "--split", split, "--overheads", no_overheads, "--json", out, "--inputs-wait", wait)
+        assert found.exit_code == 0, found.output
+        document = json.loads(out.read_text())
+        assert document["inputs_wait"] == wait
+        errors[wait] = {(arm["cell"], arm["arm"]): arm["error"] for arm in document["test"]["arms"]}
+    assert max(map(abs, errors["turn"].values())) < 1e-4
+    alone = [arm for arm in errors["turn"] if arm[1] == "fifo_first"]
+    assert all(errors["none"][arm] <= errors["turn"][arm] < errors["load-end"][arm] for arm in alone)
+    refused = run(made, "--split", split, "--inputs-wait", "link")
+    assert refused.exit_code == 2
+    assert "--inputs-wait must be one of none, turn, load-end, got 'link'" in " ".join(refused.stderr.split())
+
+
 def test_a_file_that_is_not_there_is_said(tmp_path: Path, split: Path) -> None:
     result = run(tmp_path / "none.jsonl", "--split", split)
     assert result.exit_code == 2

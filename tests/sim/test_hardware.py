@@ -118,9 +118,28 @@ def test_the_first_slice_begins_after_the_hand_over() -> None:
 
 @pytest.mark.parametrize(("in_flight", "start"), [(0, 100), (60, 160), (None, 400)])
 def test_a_steps_inputs_queue_behind_what_is_enqueued(in_flight: int | None, start: int) -> None:
-    hardware = Hardware(in_flight_ns=in_flight)
-    (_, other), _ = run((0, hit(400)), (100, Request(0, 1)), hardware=hardware)
+    hardware = Hardware(inputs_behind_ns=in_flight)
+    (_, _, other), _ = run((0, hit(400)), (0, hit(400)), (100, Request(0, 1)), hardware=hardware)
     assert other.started_ns == start
+
+
+def test_the_host_works_on_a_step_while_its_prompt_waits() -> None:
+    for host_ns, start in ((250, 400), (350, 450)):
+        joining = Request(0, 1, host_ns=host_ns)
+        (_, other), _ = run((0, hit(400)), (100, joining), hardware=Hardware(inputs_behind_ns=None))
+        assert other.started_ns == start
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_step_that_nobody_joins_waits_for_no_prompt(ahead: bool) -> None:
+    decoding, settings = Request(0, 1, output_tokens=30), EngineSettings(steps_ahead=ahead)
+    ends = {
+        run((0, decoding), (150, hit(40_000)), settings=settings, hardware=Hardware(inputs_behind_ns=behind))[0][
+            0
+        ].end_ns
+        for behind in (0, None)
+    }
+    assert len(ends) == 1
 
 
 # ---------------------------------------------------------------- the engine

@@ -50,6 +50,12 @@ def test_the_same_world_gives_the_same_records_steps_and_slices() -> None:
         assert (first.records, first.steps, first.slices) == (second.records, second.steps, second.slices)
 
 
+def test_asking_what_the_way_has_to_carry_changes_nothing() -> None:
+    for seed in range(200):
+        rich = random_rich(random.Random(seed))
+        assert rich.run(ask_every_ns=7).records == rich.run().records, f"seed {seed}"
+
+
 def test_a_stretch_as_one_event_is_what_its_steps_are_under_pressure_and_faults_too() -> None:
     """Where a release is forecast, and the forecast drifts, how often it is asked matters: those are left out."""
     for seed in range(WORLDS // 2):

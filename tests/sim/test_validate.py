@@ -150,7 +150,7 @@ def test_an_arm_is_run_as_it_was_set_or_left_out_with_the_reason(
         assert found in model
     else:
         assert model.strategy == found
-        assert model.in_flight_bytes == {"chunk_deep": 8_192_000_000, "recompute": 0}.get(arm, 55_000_000)
+        assert model.inputs_behind_bytes == (0 if arm == "recompute" else 32 << 20)
 
 
 def test_hits_are_what_the_run_says_it_loaded() -> None:
