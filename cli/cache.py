@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from lamella.connector.storage.tier import TierError
 from lamella.connector.storage.tier_url import TierUrl
 
 _NS = 1_000_000_000
+_SPACE = re.compile(r"[0-9a-fA-F]{1,64}")
 _SHOWN_DIGITS = 12  # of a hash, as long as they are unambiguous in practice
 
 UrlArgument = Annotated[
@@ -139,6 +141,10 @@ def _open(url: str) -> Catalog:
 
 
 def _chosen(catalog: Catalog, space: str | None, older_than_ns: int | None) -> Iterator[Entry]:
+    if space is not None and not _SPACE.fullmatch(space):
+        raise typer.BadParameter(
+            f"--space takes the first digits of a key space's hash (0 .. 9, a .. f), got {space!r}"
+        )
     now_ns = time.time_ns()
     for entry in catalog.entries():
         if space is not None and not entry.space.startswith(space.lower()):

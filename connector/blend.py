@@ -140,6 +140,7 @@ class Blender:
     Raises:
         ValueError: a connector without buffers, KV whose keys cannot be told apart (MLA), a dtype that is not that of
             the objects, or a rotation wider than a head.
+        TypeError: a ratio that is no number, or no `Rotation`.
     """
 
     def __init__(
@@ -155,6 +156,8 @@ class Blender:
         recorder: Recorder | None = None,
     ) -> None:
         connector = connector_of(cache_engine)
+        if not isinstance(rotation, Rotation):
+            raise TypeError(f"rotation must be a Rotation, got {rotation!r}")
         geometry = connector.layout.groups[0].geometry
         if geometry.kv == 1 and not packed:
             raise ValueError(
@@ -170,7 +173,7 @@ class Blender:
         head = geometry.head_dim // 2 if packed else geometry.head_dim
         if 2 * len(rotation.frequencies) > head:
             raise ValueError(f"{len(rotation.frequencies)} pairs turn, but a head has {head} elements")
-        if tolerance <= 0:
+        if not tolerance > 0:
             raise ValueError(f"tolerance must be positive, got {tolerance}")
         self.ratio = RecomputeRatio.of(ratio)
         self._cache_engine = cache_engine

@@ -10,7 +10,7 @@ from contextlib import ExitStack, closing
 
 import numpy as np
 
-from lamella.connector.blend_plan import BlendPlan, Reuse, check_reuses, plan_blend
+from lamella.connector.blend_plan import BlendPlan, Reuse, check_reuses, plan_blend, whole_numbers
 from lamella.connector.buffered import BufferedConnector, BufferedPass
 from lamella.connector.cache_engine import CacheEngine, Wanted, let_go, tokens_of
 from lamella.connector.in_flight import Load
@@ -36,6 +36,7 @@ class BlendLayers:
         tenant: whose objects; None: the key space's.
 
     Raises:
+        TypeError: what should be whole numbers is not.
         ValueError: a connector without buffers, reuses that do not fit, blocks that do not, or more tokens than a
             buffer holds. Nothing is held then.
     """
@@ -53,8 +54,9 @@ class BlendLayers:
         check_reuses(tokens, reuses)
         if len(tokens) > connector.max_tokens:
             raise ValueError(f"a buffer holds {connector.max_tokens} tokens, got {len(tokens)}: raise blend_tokens")
-        connector.check(Blocks((block_ids,), len(tokens)), Direction.RETRIEVE)
-        self._blocks = Blocks((np.asarray(block_ids, dtype=np.int32),), len(tokens))
+        blocks = whole_numbers("block_ids", block_ids)
+        connector.check(Blocks((blocks.tolist(),), len(tokens)), Direction.RETRIEVE)
+        self._blocks = Blocks((blocks.astype(np.int32),), len(tokens))
         self._engine = cache_engine
         self._connector = connector
         self._held: list[HeldPrefix] = []

@@ -30,6 +30,7 @@ class Reuse:
 
     Raises:
         ValueError: an empty part, one outside the stored sequence, or a negative start.
+        TypeError: a place that is no whole number.
     """
 
     tokens: Sequence[int]
@@ -38,6 +39,9 @@ class Reuse:
     end: int | None = None
 
     def __post_init__(self) -> None:
+        for name, place in (("start", self.start), ("first", self.first), ("end", self.stop)):
+            if not isinstance(place, int | np.integer):
+                raise TypeError(f"{name} must be a whole number, got {place!r}")
         if not 0 <= self.first < self.stop <= len(self.tokens):
             raise ValueError(
                 f"a reuse takes tokens first .. end of {len(self.tokens)} stored ones, got {self.first} .. {self.stop}"
@@ -93,12 +97,19 @@ class RecomputeRatio:
     def of(cls, ratio: float | Sequence[float] | RecomputeRatio) -> RecomputeRatio:
         """From one share or several.
 
+        Raises:
+            TypeError: something else than numbers.
+
         >>> RecomputeRatio.of(0.15).kept(layer=1, num_tokens=1000)
         150
         """
         if isinstance(ratio, RecomputeRatio):
             return ratio
-        return cls((float(ratio),) if isinstance(ratio, int | float) else tuple(map(float, ratio)))
+        shares: tuple[object, ...] = tuple(ratio) if isinstance(ratio, Sequence) else (ratio,)
+        numbers = [float(share) for share in shares if isinstance(share, int | float) and not isinstance(share, bool)]
+        if len(numbers) < len(shares):
+            raise TypeError(f"a recompute ratio is a number between 0 and 1, or one a layer, got {ratio!r}")
+        return cls(tuple(numbers))
 
     def kept(self, layer: int, num_tokens: int) -> int:
         """Of that many reused tokens, how many are computed from this layer on; in layer 0 all or none."""
@@ -138,14 +149,17 @@ def check_reuses(tokens: Sequence[int], reuses: Sequence[Reuse]) -> None:
     """The reuses fit the sequence and one another.
 
     Raises:
-        ValueError: no tokens; a reuse that reaches beyond the sequence, names other tokens than stand there, or stands
-            where another does.
+        TypeError: tokens that are no whole numbers, or a reuse that is none.
+        ValueError: no tokens, a negative one, or not one a position; a reuse that reaches beyond the sequence, names
+            other tokens than stand there, or stands where another does.
     """
-    if not len(tokens):
+    sequence = whole_numbers("tokens", tokens)
+    if not len(sequence):
         raise ValueError("there is nothing to blend: the sequence has no tokens")
-    sequence = np.asarray(tokens)
     taken = np.full(len(sequence), -1)
     for index, reuse in enumerate(reuses):
+        if not isinstance(reuse, Reuse):
+            raise TypeError(f"reuse {index} must be a Reuse, got {reuse!r}")
         end = reuse.start + reuse.num_tokens
         if end > len(sequence):
             raise ValueError(f"reuse {index} ends at {end}, the sequence at {len(sequence)}")
@@ -161,6 +175,23 @@ def check_reuses(tokens: Sequence[int], reuses: Sequence[Reuse]) -> None:
             place = int(np.flatnonzero(others >= 0)[0])
             raise ValueError(f"reuses {others[place]} and {index} both stand at position {reuse.start + place}")
         taken[reuse.start : end] = index
+
+
+def whole_numbers(name: str, given: Sequence[int]) -> NDArray[np.int64]:
+    """The numbers as an array, `[count]`.
+
+    Raises:
+        TypeError: something else than whole numbers.
+        ValueError: a negative one, or not one behind another.
+    """
+    numbers = np.asarray(given)
+    if numbers.dtype.kind not in "iu" and numbers.size:
+        raise TypeError(f"{name} must be whole numbers, got {numbers.flat[0]!r} ({numbers.dtype})")
+    if numbers.ndim != 1:
+        raise ValueError(f"{name} must be one behind another, got an array of shape {numbers.shape}")
+    if numbers.size and int(numbers.min()) < 0:
+        raise ValueError(f"{name} must not be negative, got {numbers.min()}")
+    return numbers.astype(np.int64)
 
 
 def plan_blend(tokens: Sequence[int], reuses: Sequence[Reuse], found: Sequence[int]) -> BlendPlan:

@@ -93,8 +93,8 @@ class BufferedConnector(LayerwiseConnector):
         scatter_engine: moves layers from their buffers to the blocks; None: one is made, and closed with this.
 
     Raises:
-        ValueError: several kernel groups or the block form, whose bytes have no token axis of their own; or caches that
-            do not fit.
+        ValueError: several kernel groups or the block form, whose bytes have no token axis of their own; caches that
+            do not fit; or max_tokens below 1.
         RuntimeError, MemoryError: the device has no room for the buffers.
     """
 
@@ -115,6 +115,8 @@ class BufferedConnector(LayerwiseConnector):
                 f"blending needs one kernel group in token form, got {len(layout.groups)} in {layout.form.value} form"
             )
         group = layout.groups[0]
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}: a buffer holds the longest prompt")
         self.max_tokens = -(-max_tokens // group.block_tokens) * group.block_tokens
         # A chunk may begin and end anywhere: its first and its last block may reach beyond the sequence.
         self._margin = group.block_tokens

@@ -70,6 +70,8 @@ class FileTier:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.format = ObjectFormat(object_bytes, run_bytes)
+        if ttl_s is not None and not 0 < ttl_s < float("inf"):
+            raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
         self._folder = folder
         self._root = f"{folder}/{self.format.tag}/"
         self._clock_ns = clock_ns

@@ -78,8 +78,8 @@ class RedisTier:
                 f"a Redis value holds {MAX_VALUE_BYTES} bytes, an object with its header {self.format.stored_bytes}: "
                 "store smaller chunks"
             )
-        if ttl_s is not None and ttl_s < 0.001:
-            raise ValueError(f"ttl_s must be at least a millisecond, got {ttl_s}")
+        if ttl_s is not None and not 0.001 <= ttl_s < float("inf"):
+            raise ValueError(f"ttl_s must be at least a millisecond and finite, got {ttl_s}")
         self._namespace = namespace
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
         self._server = RedisServer(url, cluster=cluster, timeout_s=timeout_s, retries=retries)
@@ -206,7 +206,10 @@ class RedisServer:
     def __init__(self, url: str, *, cluster: bool, timeout_s: float, retries: int) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("redis", "rediss") or not parts.hostname:
-            raise ValueError(f"a Redis URL is redis://host:port/db or rediss://..., got scheme {parts.scheme!r}")
+            raise ValueError(
+                f"a Redis URL is redis://host:port/db or rediss://..., got scheme {parts.scheme!r} and host "
+                f"{parts.hostname!r}"
+            )
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
         if retries < 0:
@@ -215,6 +218,14 @@ class RedisServer:
             import redis
         except ImportError as missing:
             raise ImportError("the Redis tier needs redis-py: pip install 'lamella[redis]'") from missing
+        if parts.path.strip("/") and not parts.path.strip("/").isdecimal():
+            raise ValueError(f"a Redis URL ends with the number of a database, got {parts.path!r}")
+        try:
+            redis.ConnectionPool.from_url(url).make_connection()  # knows the options; connects to nothing
+        except (TypeError, ValueError) as unknown:
+            raise ValueError(
+                f"the URL's options for {parts.hostname} must be redis-py's, those of TLS behind rediss://: {unknown}"
+            ) from None
         self._redis = redis
         self.name = f"redis:{parts.hostname}:{parts.port or 6379}{parts.path.rstrip('/')}"
         self._url = url

@@ -73,8 +73,8 @@ class S3Tier:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.format = ObjectFormat(object_bytes, run_bytes)
-        if ttl_s is not None and ttl_s <= 0:
-            raise ValueError(f"ttl_s must be positive, got {ttl_s}")
+        if ttl_s is not None and not 0 < ttl_s < float("inf"):
+            raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
         if connections < 1:
             raise ValueError(f"connections must be at least 1, got {connections}")
         self._ttl_ns = None if ttl_s is None else int(ttl_s * _NS)
@@ -200,6 +200,8 @@ class S3Bucket:
         parts = urlsplit(url)
         if parts.scheme != "s3" or not parts.netloc:
             raise ValueError(f"an S3 URL is s3://bucket/prefix, got {url!r}")
+        if endpoint is not None and not (endpoint.startswith(("http://", "https://")) and urlsplit(endpoint).hostname):
+            raise ValueError(f"an S3 endpoint is http://host:port or https://host:port, got {endpoint!r}")
         if not 0 < timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
         if retries < 0:

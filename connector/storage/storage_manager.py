@@ -73,7 +73,9 @@ class StorageManager:
     ) -> None:
         if tiers and buffers is None:
             raise ValueError("tiers are read into layer buffers: give some")
-        if timeout_s <= 0:
+        if io_threads < 1:
+            raise ValueError(f"io_threads must be at least 1, got {io_threads}")
+        if not timeout_s > 0:
             raise ValueError(f"timeout_s must be positive, got {timeout_s}")
         self.pool = pool
         self.tiers = tuple(tiers)

@@ -53,6 +53,11 @@ class TierUrl:
             if parts.netloc or len(parts.path) < 2:
                 raise ValueError("a file tier's URL is file:///absolute/path")
             return cls("file", parts.path)
+        try:
+            _ = parts.port
+        except ValueError:
+            _, _, port = parts.netloc.rpartition(":")
+            raise ValueError(f"a port is a number up to 65535, got {port!r} behind {parts.hostname}") from None
         if not parts.hostname:
             raise ValueError(f"a tier's URL names a host or a bucket behind {parts.scheme}://")
         if parts.scheme != "s3":

@@ -94,6 +94,12 @@ def test_everything_is_cleared_only_when_asked_for(store: tuple[str, Tier]) -> N
     assert refused.exit_code == 2
     assert "say which objects" in refused.output
     assert there(tier) == (True, True, True)
+    for space in ("", "everything", "a" * 65):  # the beginning of every hash, or of none
+        for action in ("clear", "ls"):
+            refused = run(action, url, f"--space={space}")
+            assert refused.exit_code == 2
+            assert "first digits of a key space's hash" in " ".join(refused.output.replace("│", " ").split())
+    assert there(tier) == (True, True, True)
     output("clear", url, "--all")
     assert there(tier) == (False, False, False)
     assert output("ls", url) == ""
@@ -133,6 +139,9 @@ def test_files_that_are_not_objects_are_left_alone(tmp_path: Path) -> None:
         ("/no/such/folder", 2, "there is no folder"),
         ("ftp://host/kv", 2, "a tier's URL begins with one of"),
         ("s3://bucket?colour=blue", 2, "got 'colour'"),
+        ("s3://bucket?endpoint=host:9000", 2, "got 'host:9000'"),
+        ("redis://:secret@host:99999/0", 2, "a port is a number up to 65535, got '99999' behind host"),
+        ("redis://:secret@host/first", 2, "the number of a database, got '/first'"),
         ("redis://:secret@127.0.0.1:1/0", 1, "redis:127.0.0.1:1/0 does not serve"),
     ],
 )

@@ -392,6 +392,10 @@ def test_a_model_that_fails_leaves_nothing_held(shared: BlendingEngine) -> None:
         (lambda run: run.blender().blend([1] * 129, [], list(range(33))), "holds 128 tokens, got 129: raise"),
         (lambda run: run.blender().blend(ONE, [Reuse(TWO, 3)], list(range(6))), "reuse 0 is of another token"),
         (lambda run: run.blender().blend(ONE, [Reuse(ONE, 8)], list(range(6))), "reuse 0 ends at 32"),
+        (lambda run: run.blender(tolerance=float("nan")), "tolerance must be positive, got nan"),
+        (lambda run: run.blender().blend([3, -1], [], [0]), "tokens must not be negative, got -1"),
+        (lambda run: run.blender().blend([[3, 4]], [], [0]), r"one behind another, got an array of shape \(1, 2\)"),
+        (lambda run: run.blender().blend([3], [], [-1]), "block_ids must not be negative, got -1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_value_and_nothing_moves(
@@ -400,6 +404,32 @@ def test_what_cannot_be_is_refused_with_its_value_and_nothing_moves(
     with pytest.raises(ValueError, match=reason):
         call(shared)
     assert shared.references() == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda run: run.blender(ratio="0.5"), "ratio is a number between 0 and 1, or one a layer, got '0.5'"),
+        (lambda run: run.blender(ratio=True), "got True"),
+        (lambda run: run.blender(rotation=None), "rotation must be a Rotation, got None"),
+        (lambda run: run.blender().blend(None, [], [0]), "tokens must be whole numbers, got None"),
+        (lambda run: run.blender().blend([1.5], [], [0]), "tokens must be whole numbers, got .*1.5"),
+        (lambda run: run.blender().blend([3], [], [0.0]), "block_ids must be whole numbers, got .*0.0"),
+        (lambda run: run.blender().blend(ONE, [(ONE, 0)], list(range(6))), "reuse 0 must be a Reuse, got "),
+        (lambda run: Reuse(ONE, 1.5), "start must be a whole number, got 1.5"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_number_is_refused_with_its_value(
+    shared: BlendingEngine, call: Callable[[BlendingEngine], Any], reason: str
+) -> None:
+    with pytest.raises(TypeError, match=reason):
+        call(shared)
+    assert shared.references() == (0, 0, 0)
+
+
+def test_buffers_for_no_tokens_are_refused() -> None:
+    with Deployment() as run, pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        BufferedConnector(run.engine, run.layout, run.caches, run.pool.memory, max_tokens=0)
 
 
 def test_mla_is_refused_with_the_reason() -> None:

@@ -272,6 +272,8 @@ def test_tiers_without_buffers_are_refused() -> None:
     pool = HostPool(LAYOUT, 1)
     with pytest.raises(ValueError, match="give some"):
         StorageManager(pool, [MemoryTier(1)])
+    with pytest.raises(ValueError, match="io_threads must be at least 1, got 0"):
+        StorageManager(pool, io_threads=0)
     with pytest.raises(ValueError, match="timeout_s must be positive"):
         StorageManager(pool, timeout_s=0)
     pool.close()

@@ -351,7 +351,7 @@ def test_an_object_that_outlived_its_time_is_a_miss_and_is_replaced(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"), [({"max_bytes": 0}, "max_bytes must be positive"), ({"ttl_s": 0}, "ttl_ns must be positive")]
+    ("limits", "reason"), [({"max_bytes": 0}, "max_bytes must be positive"), ({"ttl_s": 0}, "ttl_s must be positive")]
 )
 def test_limits_that_cannot_be_are_refused(limits: dict[str, int], reason: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
