@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from vllm.config import CUDAGraphMode
 
+from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import COUNTERS, TIMES
+from lamella.connector.step_orders import StepOrders
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.vllm_stats import LamellaStats
 from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
@@ -145,6 +150,41 @@ def test_every_metric_reaches_the_log_line_and_prometheus(engine: LiveEngine) ->
     metrics.observe(stats.data)
     assert REGISTRY.get_sample_value("vllm:lamella_hit_tokens_total", {"engine": "0"}) == 2
     assert REGISTRY.get_sample_value("vllm:lamella_release_seconds_total", {"engine": "0"}) == 6.0
+
+
+def test_hooks_are_called_while_a_graph_is_captured_and_their_waits_go_in(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words: list[int] = []
+    capturing = [False]
+    pending = SimpleNamespace(wait_pending=lambda layer, stream: words.append(layer))
+    captured = CapturedWaits(pending, 4, lambda: 0, lambda: capturing[0], False, engine.worker.metrics)
+    monkeypatch.setattr(engine.worker, "_captured", captured)
+    assert not engine.connector.has_connector_metadata()  # between steps; a warm-up calls no hook
+    capturing[0] = True
+    assert engine.connector.has_connector_metadata()
+    for name in engine.worker.caches.layers:
+        engine.connector.wait_for_layer_load(name)
+    assert words == [0, 1, 2, 3]
+    assert captured.why_useless == ""
+
+
+@pytest.mark.parametrize(
+    ("context", "replays"),
+    [
+        ({"attn_metadata": {"a layer": 1}}, False),
+        ({"attn_metadata": None}, True),  # Model Runner V2
+        ({"attn_metadata": {"a layer": 1}, "cudagraph_runtime_mode": CUDAGraphMode.FULL}, True),
+        ({"attn_metadata": {"a layer": 1}, "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE}, False),
+    ],
+)
+def test_a_replay_is_known_by_its_context(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch, context: dict[str, Any], replays: bool
+) -> None:
+    monkeypatch.setattr(engine.worker.loads, "_replayed", False)
+    monkeypatch.setattr(engine.worker.loads, "_orders", StepOrders(num_tokens=1))
+    engine.connector.start_load_kv(SimpleNamespace(**context))
+    assert engine.worker.loads._replayed == replays
 
 
 def test_below_another_connector_it_is_refused_at_start_with_what_to_do(
