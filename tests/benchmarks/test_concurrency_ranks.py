@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from concurrency_figures import figures_of
 from concurrency_probe import Probe, load_of_ranks
+from concurrency_rank import Ranks
 
 
 def seen(landed: list[int], released: int, started: int = 10) -> dict[str, Any]:
@@ -74,3 +75,25 @@ def test_figures_keep_each_ranks_last_landing_apart(num_ranks: int) -> None:
     (arm,) = figures_of([row])["c"].arms.values()
     assert arm.last_layer_ms == 5.0
     assert arm.last_layer_by_rank_ms == ((3.0, 5.0) if num_ranks > 1 else ())
+
+
+class Executor:
+    """Two workers, as an engine's executor calls them."""
+
+    def __init__(self) -> None:
+        self.workers = [type("Worker", (), {})() for _ in range(2)]
+
+    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+        return [method(worker, *args) for worker in self.workers]
+
+
+def test_each_rank_keeps_its_own_and_a_failure_names_the_rank_and_leaves_no_reply_behind() -> None:
+    executor = Executor()
+    ranks = Ranks(executor)
+    ranks("clear")
+    executor.workers[1]._concurrency_rank._probe.clear = None
+    executor.workers[0]._concurrency_rank._probe.peak_live = 7
+    with pytest.raises(RuntimeError, match="clear failed on rank 1:(.|\n)*TypeError"):
+        ranks("clear")
+    executor.workers[0]._concurrency_rank._probe.peak_live = 7
+    assert [taken["peak_live_transfers"] for taken in ranks("taken")] == [7, 0]
