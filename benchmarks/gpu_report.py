@@ -86,7 +86,7 @@ def step_tests(out: Path, _: argparse.Namespace) -> dict[str, Any]:
     start = time.monotonic()
     path = out / "gpu-tests.xml"
     code = run(
-        pytest_command("tests/gpu", "tests/cuda_ext", f"--junitxml={path}"),
+        pytest_command("tests/gpu", "tests/cuda_ext", f"--junitxml={path}", "--timeout=120", "--timeout-method=thread"),
         out / "gpu-tests.log",
         400,
         HYPOTHESIS_PROFILE="ci",

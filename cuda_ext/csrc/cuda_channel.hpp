@@ -3,7 +3,7 @@
 //   retrieve   copy stream: object -> slot, event ─► kernel stream: slot -> blocks, count, mark
 //   store      kernel stream: blocks -> slot, event ─► copy stream: slot -> object, count, mark
 //   direct     copy stream alone: object <-> blocks, count, mark. Nothing touches the kernel stream, because another
-//              process's kernels would hold it up by a time slice (EVIDENCE §5)
+//              process's kernels would hold it up by a time slice; but for words that streams wait for
 //
 // A slot is used again only after its window's mark was reached, so copies need not wait for scatters.
 //
@@ -127,9 +127,15 @@ class CudaChannel final : public Channel {
       if (!retrieve) join(kernel_, copy_);
       if (staged) copy(window);
     }
-    const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
-    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
-    if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
+    cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
+    copy_is_ahead_ = copy_is_ahead_ || last == copy_;
+    if (window.count_address != 0) {
+      if (options_.carrier == LM_CARRIER_VALUE) {  // streams wait for the word; else only a host reads it
+        join_tails();
+        last = kernel_;
+      }
+      write_word(last, window.count_address, window.count_value);
+    }
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
     window.mark = mark;
   }
@@ -154,10 +160,12 @@ class CudaChannel final : public Channel {
     wait_for_fence(transfer, kernel_);
   }
 
-  // The stream that everything of this lane is behind, once tails are joined.
-  cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
+  // Behind it is everything of this lane, once tails are joined.
+  cudaStream_t tail() const { return kernel_; }
 
-  // Direct retrieves end on the copy stream; marks and words go behind both.
+  // Stores and direct retrieves end on a copy stream. Words that streams wait for are written behind both, by the stream
+  // of high priority: streams of one priority share hardware queues, and a write that is queued behind the very wait it
+  // would end never comes (seen on an H200 with copies of the default priority: a hang).
   void join_tails() {
     if (!copy_is_ahead_) return;
     join(copy_, kernel_);
