@@ -131,7 +131,8 @@ class Case:
         )
         self.spans: list[Span] = []
         self.storage = StorageManager(self.pool)
-        self.cache_engine = CacheEngine(space, self.storage, self.connector, recorder=self.spans.append)
+        self.cache_engine = CacheEngine(space, self.storage, self.connector)
+        self.traced = CacheEngine(space, self.storage, self.connector, recorder=self.spans.append)
         self.blenders: dict[tuple[float, float, bool], Blender] = {}
         self.stored: list[list[torch.Tensor]] = []  # [document][layer of those checked], [2, tokens, H, D]
         self.checked = sorted({0, shape.layers // 2, shape.layers - 1})
@@ -144,7 +145,7 @@ class Case:
         key = ratio, tolerance, trace
         if key not in self.blenders:
             self.blenders[key] = Blender(
-                self.cache_engine,
+                self.traced if trace else self.cache_engine,
                 self.model,
                 self.model.rotation,
                 dtype=torch.bfloat16,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, c_int32, c_uint64
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +15,8 @@ from lamella.cuda_ext._library import GroupStruct, RequestStruct, SliceStruct
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.layout import EngineLayout, ObjectLayout
 from lamella.reference.slices import Slice, plan_slices
+
+_KNOWN_CUTS = 256  # a layerwise load asks for each layer's alone
 
 
 class Cut(NamedTuple):
@@ -34,6 +37,7 @@ class RegisteredCache:
         self.layout = layout
         self.engines = engines
         self._cuts: dict[int | tuple[int, ...], Cut] = {}
+        self._cut_once = lru_cache(_KNOWN_CUTS)(self._cut)
 
     def cut_by(self, width: int | Sequence[int]) -> Cut:
         """The slices of a width or schedule.
@@ -48,7 +52,10 @@ class RegisteredCache:
         return found
 
     def cut_at(self, slices: tuple[Slice, ...]) -> Cut:
-        """Slices of the caller's own."""
+        """Slices of the caller's own; those asked for last are known."""
+        return self._cut_once(slices)
+
+    def _cut(self, slices: tuple[Slice, ...]) -> Cut:
         groups = self.layout.groups
         layers = tuple(tuple(group.span(*part)[1] for group in groups) for part in slices)
         sizes = [group.geometry.token_layer_bytes for group in groups]
