@@ -116,6 +116,11 @@ def planted_faults() -> list[Any]:
     return [mutant for mutant in MUTANTS if mutant.path == HEADER]
 
 
+def at_once() -> int:
+    """Builds side by side; each takes two cores."""
+    return max(1, min(16, len(os.sched_getaffinity(0)) // 2))
+
+
 def fault_library(mutant: Any, options: argparse.Namespace) -> Path:
     """The folder of the CUDA library with the fault in it, built unless it is there for exactly these sources.
 
@@ -162,7 +167,7 @@ def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]
         failed = junit(path)["failed"]
         return {"name": mutant.name, "killed": bool(failed), "why": failed[0] if failed else "every law held"}
 
-    with ThreadPoolExecutor(max(1, min(16, len(os.sched_getaffinity(0)) // 2))) as pool:
+    with ThreadPoolExecutor(at_once()) as pool:
         return list(pool.map(try_one, planted_faults()))
 
 
@@ -202,8 +207,9 @@ def main() -> int:
     if unknown := set(steps) - {*STEPS, BUILD}:
         parser.error(f"steps are {', '.join(STEPS)} and {BUILD}, got {', '.join(sorted(unknown))}")
     if BUILD in steps:
-        for mutant in planted_faults():
-            print(fault_library(mutant, options), flush=True)
+        with ThreadPoolExecutor(at_once()) as pool:
+            for folder in pool.map(lambda mutant: fault_library(mutant, options), planted_faults()):
+                print(folder, flush=True)
         return 0
     out: Path = options.out
     out.mkdir(parents=True, exist_ok=True)
