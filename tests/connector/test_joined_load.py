@@ -16,6 +16,7 @@ Part = tuple[int, int, int]
 @given(st.lists(st.tuples(st.integers(0, 20), st.integers(1, 20), st.integers(0, 5)), min_size=1, max_size=4))
 @example([(0, 16, 0), (0, 16, 0)])
 @example([(0, 16, 1), (3, 9, 0)])
+@example([(3, 8, 4)])  # its rows begin and end with a block of four, its tokens do not
 def test_every_wanted_token_goes_to_its_row_and_nothing_else_anywhere(parts: list[Part]) -> None:
     loads, expected, row, chunks = [], {}, 0, 0
     for first, count, gap in parts:

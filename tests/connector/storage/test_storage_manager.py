@@ -99,6 +99,27 @@ def test_an_object_lost_under_way_leaves_nothing_half_in_the_pool() -> None:
         assert run.manager.counts().not_promoted == 6
 
 
+@pytest.mark.parametrize("lost", range(LAYERS))
+def test_an_object_of_which_one_layer_is_missing_is_not_found_in_the_pool(lost: int) -> None:
+    """The tier loses it for one layer and has it again for the next: all that was read is not all there is."""
+    tier = memory()
+    with Storage([tier], promote=True) as run:
+        run.only_in_tiers(KEYS)
+        held = run.manager.hold_prefix(KEYS)
+        futures = run.manager.layerwise_batched_get(held, plan_slices(LAYERS, 1))
+        whole = tier.objects[KEYS[2]]
+        for layer in range(LAYERS):
+            if layer == lost:
+                tier.delete(KEYS[2])
+            assert run.check(held, next(futures).result(WAIT_S)) == (2 if layer == lost else 6)
+            tier.objects[KEYS[2]] = whole
+        futures.close()
+        held.release()
+        assert run.pool.leading_hits(KEYS) == 0
+        assert run.references() == (0, 0, 0)
+        assert run.manager.counts().not_promoted == 6
+
+
 def test_a_retrieve_that_ends_early_promotes_nothing() -> None:
     with Storage([memory()], promote=True) as run:
         run.only_in_tiers(KEYS)
