@@ -5,7 +5,13 @@ from __future__ import annotations
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lamella.connector.joined_load import NULL_BLOCK, JoinedLoad, PlacedLoad
+from lamella.connector.joined_load import NULL_BLOCK, JoinedLoad, PlacedLoad, layers_in_pool, pool_addresses
+from lamella.connector.storage.storage_manager import StorageManager
+from lamella.cuda_ext.pool import HostPool
+from lamella.reference.geometry import KVGeometry
+from lamella.reference.keys import ChunkKey
+from lamella.reference.layout import ObjectLayout
+from lamella.reference.slices import Slice, plan_slices
 
 CHUNK, BLOCK, MARGIN = 8, 4, 4
 
@@ -40,6 +46,33 @@ def test_every_wanted_token_goes_to_its_row_and_nothing_else_anywhere(parts: lis
     assert joined.blocks.num_tokens == chunks * CHUNK
     assert joined.rows == (min(expected.values()), max(expected.values()) + 1)
     assert (joined.blocks.null_block is None) == (len(expected) == chunks * CHUNK)
+
+
+def test_objects_stay_pinned_until_every_layer_that_was_asked_for_is_let_go_of() -> None:
+    layout = ObjectLayout.single(KVGeometry(3, 2, 1, 4, 2, CHUNK), BLOCK)
+    pool = HostPool(layout, 4)
+    storage = StorageManager(pool)
+    keys = [ChunkKey(b"s" * 32, bytes([number]) * 32, CHUNK) for number in range(4)]
+    reservation = storage.allocate(keys)
+    assert reservation is not None
+    storage.batched_put(reservation)
+    holds = [storage.hold_prefix(keys[:2]), storage.hold_prefix(keys, 3)]
+    addresses = [pool_addresses(held) for held in holds]
+    assert addresses == [tuple(reservation.addresses[:2]), tuple(reservation.addresses[3:])]
+    together = [*reservation.addresses[:2], *reservation.addresses[3:]]
+    futures = layers_in_pool(pool, holds, together, plan_slices(3, 1))
+    found = [next(futures).result() for _ in range(2)]
+    assert [one.part for one in found] == [Slice(0, 1), Slice(1, 1)]
+    assert all(one.sources[0].objects.addresses == tuple(together) for one in found)
+    futures.close()
+    for held in holds:
+        held.release()
+    for one in found:
+        assert pool.report().occupancy.pins > 0, "a copy may still read them"
+        one.sources[0].release()
+    assert pool.report().occupancy.pins == 0
+    storage.close()
+    pool.close()
 
 
 def test_blocks_are_as_large_as_the_parts_allow() -> None:

@@ -120,12 +120,14 @@ def test_an_object_of_which_one_layer_is_missing_is_not_found_in_the_pool(lost: 
         assert run.manager.counts().not_promoted == 6
 
 
-def test_a_retrieve_that_ends_early_promotes_nothing() -> None:
+@pytest.mark.parametrize("layers", range(LAYERS))
+def test_a_retrieve_that_ends_early_promotes_nothing(layers: int) -> None:
     with Storage([memory()], promote=True) as run:
         run.only_in_tiers(KEYS)
         held = run.manager.hold_prefix(KEYS)
         futures = run.manager.layerwise_batched_get(held, plan_slices(LAYERS, 1))
-        run.check(held, next(futures).result(WAIT_S))
+        for _ in range(layers):
+            run.check(held, next(futures).result(WAIT_S))
         futures.close()
         held.release()
         assert run.pool.leading_hits(KEYS) == 0
