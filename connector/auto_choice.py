@@ -98,7 +98,7 @@ class AutoChoice:
         self._last_number = -1
         self._joining_ns: dict[str, int] = {}  # chosen since the last step, to be computed in the next one
         self._made_ns = clock_ns()
-        self._step_ns = self._policy.step_ns([(0, 1)])
+        self._step_ns = float(self._policy.step_ns([(0, 1)]))
         self._step_is_decode = self._step_is_empty = True
         self._step_expected_ns = 0
         _log.info(

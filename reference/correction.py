@@ -6,6 +6,7 @@ it settles at a constant truth without swinging about it, whatever the profile s
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -69,7 +70,7 @@ def _moved(factor: float, observed: float, seen: int) -> float:
     """The factor a share of the way to the observed one, in proportions: never beyond it (AUTO-3)."""
     bounded = min(max(observed / factor, 1 / LARGEST_JUMP), LARGEST_JUMP)
     gain = max(SETTLED_GAIN, 1 / (seen + 1))
-    return min(max(factor * bounded**gain, 1 / CORRECTION_RANGE), CORRECTION_RANGE)
+    return min(max(factor * math.pow(bounded, gain), 1 / CORRECTION_RANGE), CORRECTION_RANGE)
 
 
 class Probes:
