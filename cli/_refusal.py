@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,10 @@ def check_writable(path: Path) -> None:
     Raises:
         OSError: it cannot; its folder is not there, or it is a folder itself.
     """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(
+            errno.ENOENT, f"No such file or directory: make the folder {path.parent} first", str(path)
+        )
     was_there = path.exists()
     with path.open("ab"):
         pass

@@ -81,7 +81,9 @@ def parse_share(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%?)", text.strip(), flags=re.ASCII)
     share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
     if not 0 < share < 1:
-        raise ValueError(f"hit must be a share between 0 and 1, such as 90% or 0.9; got {text!r}")
+        raise ValueError(
+            f"hit must be a share above 0 and below 1, such as 90% or 0.9: a token is left to compute; got {text!r}"
+        )
     return share
 
 

@@ -42,6 +42,8 @@ def explain(
     from lamella.sim.explain import explanation_document, explanation_lines
 
     with refuse_bad_input():
+        if trace == DEFAULT_TRACE and not trace.exists():
+            raise ValueError(f"{trace} is not there; run lamella simulate first, or name a recording with --trace")
         recording = read_recording(trace)
         number = _number(request, {one.request: one.ttft_ns for one in recording.requests})
         explanation = explain_request(recording, number)

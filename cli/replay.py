@@ -255,6 +255,8 @@ def register(app: typer.Typer) -> None:
                 else route(requests, device, instances, sizes)
             )
             arms = {name_arm(strategy, device, width): strategy for strategy in ARMS}
+            if trace_arm is not None and trace_out is None:
+                raise ValueError(f"trace_arm {trace_arm!r} is of the trace that is written: add --trace-out FILE")
             if trace_arm is not None and trace_arm not in arms:
                 raise ValueError(f"trace_arm must be one of {', '.join(arms)}; got {trace_arm!r}")
             if trace_out is not None and not 0 <= trace_instance < routing.num_instances:

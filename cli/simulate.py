@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 
 FILES: Final = ("simulate.json", "simulate.html", "simulate.trace.json", "simulate.png")
+QUESTION_TOKENS: Final = 64
 HEADS: Final = (
     *("strategy", "TTFT", "p50", "p90", "p99", "first layer", "TPOT", "answer", "stall", "victim", "req/s"),
     *("goodput", "GPU", "link"),
@@ -85,7 +86,9 @@ def simulate(
         str | None,
         typer.Option(help="From an answer to the same user's next question, such as 5s; with --turns a mean."),
     ] = None,
-    question_tokens: Annotated[int, typer.Option(help="Tokens of each later turn of a conversation.")] = 64,
+    question_tokens: Annotated[
+        int, typer.Option(help="Tokens of each later turn of a conversation.")
+    ] = QUESTION_TOKENS,
     link: LinkOption = None,
     compute_speed: ComputeSpeedOption = 1.0,
     tier: TierOption = None,
@@ -119,6 +122,10 @@ def simulate(
 
     with refuse_bad_input():
         device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate)
+        if width == "auto" and (order, release) != ("fifo", "first"):
+            raise ValueError(
+                f"auto chooses width and release itself, one load after another; got {order} and {release}"
+            )
         asked = AUTO if width == "auto" else parse_strategy(f"{order}/{width}/{release}")
         regime = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         arrivals = _arrivals(rate, turns, think, question_tokens)
@@ -179,6 +186,10 @@ def _arrivals(rate: float | None, turns: int | None, think: str | None, question
     """
     from lamella.sim.arrivals import ClosedLoop, Conversations, Poisson
 
+    if turns is None and question_tokens != QUESTION_TOKENS:
+        raise ValueError(
+            f"--question-tokens is of the turns of a conversation: add --turns, got {question_tokens} alone"
+        )
     think_ns = None if think is None else parse_time_ns(think)
     if rate is not None:
         if turns is not None or think_ns is not None:

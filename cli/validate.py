@@ -55,9 +55,16 @@ def validate(
             known = ", ".join(way.value for way in InputsWait)
             raise ValueError(f"--inputs-wait must be one of {known}, got {inputs_wait!r}")
         device = open_device(profile, None, extrapolate=False)
+        if len({path.resolve() for path in results}) < len(results):
+            raise ValueError(f"a run counts once; got {', '.join(map(str, results))}")
+        if not split.exists():
+            raise ValueError(f"{split} is not there; name with --split which cells to fit on and which to judge by")
         lines = [line for path in results for line in _text(path).splitlines()]
         run = read_recorded(lines, ", ".join(map(str, results)))
-        cells = Split.parse(_text(split))
+        try:
+            cells = Split.parse(_text(split))
+        except ValueError as error:
+            raise ValueError(f"{split}: {error}") from error
         given = None
         if overheads is not None:
             try:

@@ -93,7 +93,10 @@ def group_arms(
     found: dict[str, dict[str, tuple[Modelled, list[RecordedRepeat]]]] = {}
     left_out: dict[str, int] = {}
     for repeat in repeats:
-        model = model_of(repeat, inputs)
+        try:
+            model = model_of(repeat, inputs)
+        except ValueError as error:
+            raise ValueError(f"{repeat.cell.name}, {repeat.arm}: {error}") from error
         if not repeat.counted:
             model = "no request of it counts"
         if isinstance(model, str):
@@ -109,9 +112,16 @@ def group_arms(
 
 
 def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Overheads) -> ArmCheck:
-    """The arm's recording beside the world's prediction for its first repeat: all repeats ask the same."""
+    """The arm's recording beside the world's prediction for its first repeat: all repeats ask the same.
+
+    Raises:
+        ValueError: the profile does not cover the cell.
+    """
     first = arm.repeats[0]
-    records = predict(first, arm.model, run, device, overheads)
+    try:
+        records = predict(first, arm.model, run, device, overheads)
+    except ValueError as error:
+        raise ValueError(f"{first.cell.name}, {first.arm}: {error}, or take the cell out of the split") from error
     times = [ttft_ns(record, overheads) for record in records]
     tpot = statistics.fmean(record.tpot_ns for record in records)
     predicted = Predicted(statistics.fmean(times), tpot, percentiles(times))

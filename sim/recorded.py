@@ -124,14 +124,17 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _parsed(line)
             if not isinstance(row, dict):
                 raise ValueError(f"a line is a JSON object, got {type(row).__name__}")
             if row.get("schema") != SCHEMA_VERSION:
                 raise ValueError(f"schema must be {SCHEMA_VERSION}, got {row.get('schema')!r}; record it anew")
             kind = row.get("kind")
             if kind == "engine":
-                engine, vllm = row["engine"], str(row.get("vllm", vllm))
+                found = row["engine"], str(row.get("vllm", vllm))
+                if engine and _facts(*found) != _facts(engine, vllm):
+                    raise ValueError(f"another engine than before: {_facts(*found)}, not {_facts(engine, vllm)}")
+                engine, vllm = found
             elif kind == "repeat":
                 repeats.append(_repeat(row))
             else:
@@ -152,13 +155,36 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
     )
 
 
+def _parsed(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"not JSON ({error}); repair or remove the line") from error
+
+
+def _facts(engine: Mapping[str, Any], vllm: str) -> tuple[Any, ...]:
+    """What must be the same in all that is judged together."""
+    names = ("async_scheduling", "cudagraph_mode", "max_num_batched_tokens")
+    return (vllm, *(engine.get(name) for name in names))
+
+
 def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
     cell = row["cell"]
     shapes = tuple((int(hit), int(new)) for hit, new in cell["mix"]) or ((int(cell["hit"]), int(cell["new"])),)
     tier = cell.get("tier_gb_per_s")
     requests = tuple(_request(request) for request in row["requests"])
+    where = f"{cell['name']}, {row['arm']}"
     if not requests:
-        raise ValueError(f"{cell['name']}, {row['arm']}: a repeat has at least one request")
+        raise ValueError(f"{where}: a repeat has at least one request")
+    if row["settings"] is not None and not isinstance(row["settings"], dict):
+        raise ValueError(f"{where}: settings must be an object or null, got {row['settings']!r}")
+    least = {"concurrency": 1, "output": 1, "bystanders": 0, "miss_every": 0}
+    for name, bound in least.items():
+        if int(cell.get(name, 0)) < bound:
+            raise ValueError(f"{where}: {name} must be at least {bound}, got {cell[name]}")
+    for hit, new in shapes:
+        if hit < 0 or new < 1:
+            raise ValueError(f"{where}: hit must be at least 0 and new at least 1, got {hit} and {new}")
     return RecordedRepeat(
         RecordedCell(
             str(cell["name"]),
@@ -181,6 +207,12 @@ def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
 def _request(row: Mapping[str, Any]) -> RecordedRequest:
     if not row["token_us"]:
         raise ValueError("a request has no token")
+    times = [0, row["queued_us"], *row["token_us"]]
+    if row["at_us"] < 0 or times != sorted(times):
+        raise ValueError(
+            f"a request's times rise: at_us {row['at_us']}, queued_us {row['queued_us']}, token_us from "
+            f"{row['token_us'][0]} to {row['token_us'][-1]}"
+        )
     loadable = row.get("loadable")
     return RecordedRequest(
         int(row["at_us"]) * NS_PER_US,

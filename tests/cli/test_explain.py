@@ -90,3 +90,10 @@ def test_a_file_that_is_no_recording_is_refused(content: str | None, sentence: s
     result = run("explain", "0", "--trace", str(path))
     assert result.exit_code == 2
     assert sentence in " ".join(result.stderr.split())
+
+
+def test_without_a_recording_it_says_what_makes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(build_app(), ["explain", "slowest"])
+    assert result.exit_code == 2
+    assert "run lamella simulate first" in " ".join(result.stderr.split())

@@ -191,6 +191,7 @@ def test_without_a_pool_every_arm_does_the_same_work(trace: Path, tmp_path: Path
         (["--limit", "0"], "limit must be at least 1, got 0"),
         (["--profile", "h300"], "no profile 'h300'; shipped: h200-llama-3.1-8b"),
         (["--json", "/no/such/folder/out.json"], "/no/such/folder/out.json: No such file or directory"),
+        (["--trace-arm", "chunk-major"], "add --trace-out FILE"),
     ],
 )
 def test_bad_input_gets_one_sentence_and_exit_code_2(trace: Path, arguments: list[str], message: str) -> None:

@@ -170,6 +170,71 @@ def test_what_a_joining_prompt_waits_for_is_said_and_matters(tmp_path: Path, spl
     assert "--inputs-wait must be one of none, turn, load-end, got 'link'" in " ".join(refused.stderr.split())
 
 
+def broken(made: Path, key: str, value: object, *, request: bool = False) -> None:
+    """One repeat of the run says something impossible."""
+    lines = [json.loads(line) for line in made.read_text().splitlines()]
+    one = next(line for line in lines if line["kind"] == "repeat")
+    place = one["requests"][1] if request else one if key == "settings" else one["cell"]
+    place[key] = value
+    made.write_text("\n".join(map(json.dumps, lines)) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "request_", "sentence"),
+    [
+        ("settings", "layers", False, "settings must be an object or null, got 'layers'"),
+        ("concurrency", 0, False, "concurrency must be at least 1, got 0"),
+        ("new", 0, False, "new at least 1, got"),
+        ("hit", 900_000, False, "take the cell out of the split"),
+        ("token_us", [-5], True, "a request's times rise"),
+        ("token_us", [5, 4], True, "a request's times rise"),
+        ("queued_us", 10**9, True, "queued_us 1000000000"),
+        ("at_us", -1, True, "at_us -1"),
+    ],
+)
+def test_an_impossible_repeat_is_refused_by_name(
+    key: str, value: object, request_: bool, sentence: str, tmp_path: Path, split: Path, no_overheads: Path
+) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    broken(made, key, value, request=request_)
+    result = run(made, "--split", split, "--overheads", no_overheads)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.stderr.split())
+
+
+def test_an_unknown_order_names_its_cell_and_arm(tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("fifo_first",))
+    broken(made, "settings", {"order": "lifo", "release": "first"})
+    result = run(made, "--split", split, "--overheads", no_overheads)
+    assert result.exit_code == 2, result.output
+    assert ", fifo_first: order must be one of" in " ".join(result.stderr.split())
+
+
+def test_a_run_counts_once_and_beside_no_other_engine(tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    twice = run(made, made, "--split", split)
+    assert twice.exit_code == 2
+    assert "a run counts once" in " ".join(twice.stderr.split())
+    other = tmp_path / "other.jsonl"
+    lines = [json.loads(line) for line in made.read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "engine":
+            line["engine"]["async_scheduling"] = not line["engine"].get("async_scheduling", False)
+    other.write_text("\n".join(map(json.dumps, lines)) + "\n")
+    mixed = run(made, other, "--split", split, "--overheads", no_overheads)
+    assert mixed.exit_code == 2
+    assert "other.jsonl, line" in " ".join(mixed.stderr.split())
+    assert "another engine than before" in " ".join(mixed.stderr.split())
+
+
+def test_without_a_split_it_says_how_to_name_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    monkeypatch.chdir(tmp_path)
+    result = run(made)
+    assert result.exit_code == 2
+    assert "validation-split.json is not there; name with --split" in " ".join(result.stderr.split())
+
+
 def test_a_file_that_is_not_there_is_said(tmp_path: Path, split: Path) -> None:
     result = run(tmp_path / "none.jsonl", "--split", split)
     assert result.exit_code == 2

@@ -195,7 +195,7 @@ def test_bystanders_tiers_stores_and_misses_are_in_the_prediction() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{", "x, line 2: Expecting"),
+        ("{", "x, line 2: not JSON .Expecting"),
         ("[]", "a line is a JSON object, got list"),
         ('{"schema": 2, "kind": "repeat"}', "schema must be 1, got 2"),
         ('{"schema": 1, "kind": "repeat", "cell": {}}', "mix is missing; is it a recorded run"),
