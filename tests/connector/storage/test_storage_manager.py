@@ -134,6 +134,16 @@ def test_a_retrieve_that_ends_early_promotes_nothing(layers: int) -> None:
         assert run.references() == (0, 0, 0)
 
 
+@pytest.mark.parametrize("buffers", [1, 4, 6, 7])
+def test_no_more_chunks_of_tiers_are_promised_than_buffers_can_hold(buffers: int) -> None:
+    with Storage([memory()], buffers=buffers) as run:
+        run.only_in_tiers(KEYS)
+        assert run.retrieve(KEYS) == min(buffers, 6)
+        held = run.manager.hold_prefix(KEYS)
+        assert held.num_chunks == min(buffers, 6)
+        held.release()
+
+
 def test_chunks_that_the_engine_has_already_are_not_promoted() -> None:
     with Storage([memory()], promote=True) as run:
         run.only_in_tiers(KEYS)
