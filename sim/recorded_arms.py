@@ -12,7 +12,7 @@ from lamella.reference.profile import Graphs
 from lamella.reference.release import Whole, parse_release
 from lamella.reference.slices import parse_width, plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
-from lamella.sim.hardware import Hardware, Tier
+from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Tier
 from lamella.sim.overheads import Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRun
 from lamella.sim.records import RequestRecord
@@ -102,7 +102,11 @@ def predict(
     behind = model.inputs_behind_bytes
     behind_ns = None if behind is None else round(behind * 1e9 / profile.wire.h2d_bytes_per_s)
     tiers = () if cell.tier_bytes_per_s is None else (Tier("tier", cell.tier_bytes_per_s),)
-    hardware = overheads.hardware(Hardware(tiers=tiers, inputs_behind_ns=behind_ns))
+    wire = profile.wire
+    both_busy = Ratio(wire.both_bytes_per_s, max(wire.h2d_bytes_per_s, wire.d2h_bytes_per_s))
+    hardware = overheads.hardware(
+        Hardware(tiers=tiers, both_busy=both_busy if cell.stores else FULL_SPEED, inputs_behind_ns=behind_ns)
+    )
     graphs = Graphs.FULL if run.full_graphs and not gated else Graphs.PIECEWISE
     world = World(
         profile.compute(graphs, extrapolate=device.extrapolate),

@@ -8,6 +8,7 @@ import pytest
 from lamella.reference.ordering import Fifo
 from lamella.reference.release import First, ReleasePolicy, Whole
 from lamella.reference.timeline import Load
+from lamella.sim.clock import Phase
 from lamella.sim.hardware import Fault, Hardware, Ratio, Scatter, Sharing, Staging, Tier
 from lamella.sim.records import Ending, RequestRecord, Station
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
@@ -140,6 +141,42 @@ def test_a_step_that_nobody_joins_waits_for_no_prompt(ahead: bool) -> None:
         for behind in (0, None)
     }
     assert len(ends) == 1
+
+
+def test_a_later_piece_of_a_prompt_does_not_wait_again() -> None:
+    settings = EngineSettings(token_budget=8)
+    (_, other), _ = run(
+        (0, hit(4000)), (100, Request(0, 10)), settings=settings, hardware=Hardware(inputs_behind_ns=60)
+    )
+    assert (other.prefill_steps, other.first_token_ns) == (2, 100 + 60 + 10 * 40)
+
+
+def test_an_engine_that_schedules_ahead_copies_a_prompt_a_step_earlier() -> None:
+    decoding, settings = Request(0, 1, output_tokens=400), EngineSettings(steps_ahead=True)
+    coming = ((0, decoding), (40, hit(40_000)), (333, Request(0, 1)))
+    (_, _, other), world = run(*coming, settings=settings, hardware=Hardware(inputs_behind_ns=60))
+    seen, joined = [step.end_ns for step in world.steps if step.end_ns >= 333][:2]
+    assert other.started_ns == seen + 60 > joined
+
+
+@pytest.mark.parametrize(
+    "hardware",
+    [
+        Hardware(staging=Staging(500)),
+        Hardware(staging=Staging(70)),
+        Hardware(sharing=Sharing.EQUAL),
+        Hardware(ranks=(Ratio(1, 1), Ratio(1, 2))),
+    ],
+)
+def test_a_forecast_in_the_midst_of_a_slice_comes_true(hardware: Hardware) -> None:
+    for instant in (1, 130, 333):
+        world = World(LinearCompute(), Fifo(), Whole(), hardware=hardware)
+        forecasts: list[dict[int, list[int]]] = []
+        for _ in range(2):
+            world.arrive_at(0, hit(400, width=2))
+        world.clock.at(instant, Phase.FORM, lambda world=world, into=forecasts: into.append(world.link.forecast_ns()))
+        landed = {record.sequence: record.all_landed_ns for record in world.run()}
+        assert {sequence: row[-1] for sequence, row in forecasts[0].items()} == landed
 
 
 # ---------------------------------------------------------------- the engine

@@ -13,7 +13,7 @@ from lamella.sim.checks import ArmCheck, Measured, Predicted, group_arms, percen
 from lamella.sim.overheads import Overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
-from lamella.sim.recorded_arms import model_of, predict
+from lamella.sim.recorded_arms import InputsWait, model_of, predict, ttft_ns
 from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, parse_strategy
 from lamella.sim.validate import Split, Validation, judge, validate
 from recorded_run import ARMS, cell, engine_row, recorded_lines, repeat_row, request_row
@@ -109,6 +109,18 @@ def test_one_repeat_has_no_standard_error_and_shows_nothing() -> None:
     assert math.isinf(arms["x"]["fifo_first"].measured.error_ns)
 
 
+def test_the_standard_error_is_that_of_the_mean_of_the_repeats() -> None:
+    rows = [repeat_row(cell("x", 1), "fifo_first", n, [request_row(ms)] * 3) for n, ms in enumerate((10, 20))]
+    arms, _ = group_arms(read_recorded(lines_of(engine_row(), *rows), "two").repeats)
+    measured = arms["x"]["fifo_first"].measured
+    assert measured.error_ns / measured.ttft_ns == pytest.approx(5 / 15)
+
+
+def test_at_most_a_tenth_of_the_arms_exceeds_the_error_at_p90() -> None:
+    judged = judge([check("x", f"arm{n}", 100, 100 + n) for n in range(1, 6)])
+    assert (judged.error_at(0.5), judged.error_at(0.9)) == (pytest.approx(0.03), pytest.approx(0.05))
+
+
 def test_percentiles_are_times_that_occurred() -> None:
     assert percentiles(list(range(1, 101))) == (50, 90, 99)
     assert percentiles([7]) == (7, 7, 7)
@@ -190,6 +202,66 @@ def test_bystanders_tiers_stores_and_misses_are_in_the_prediction() -> None:
             assert all(record.store_bytes > 0 for record in records)
     base, others = means[0], means[1:3] + means[4:]
     assert all(other > 1.01 * base for other in others)
+
+
+def test_a_store_leaves_at_the_rate_of_the_way_back() -> None:
+    lines = lines_of(engine_row(), repeat_row(cell("x", 1, stores=True), "fifo_first", 0, [request_row(9)] * 2))
+    run = read_recorded(lines, "x")
+    (repeat,) = run.repeats
+    model = model_of(repeat)
+    assert not isinstance(model, str)
+    leaving, rate = [], DEVICE.profile.wire.d2h_bytes_per_s
+    for share in (1, 10):
+        wire = replace(DEVICE.profile.wire, d2h_bytes_per_s=rate // share, both_bytes_per_s=rate // 20)
+        device = Device(replace(DEVICE.profile, wire=wire))
+        record = predict(repeat, model, run, device, Overheads())[-1]
+        leaving.append(record.stored_ns - record.first_token_ns)
+    assert leaving[1] > 5 * leaving[0] > 0
+
+
+def test_stores_and_loads_share_what_the_link_carries_both_ways() -> None:
+    rows = [{**request_row(9), "at_us": 40_000 * n} for n in range(4)]
+    of = cell("x", 2, new=8192, hit=8192, stores=True, rate_per_s=25.0)
+    run = read_recorded(lines_of(engine_row(), repeat_row(of, "chunk_bounded", 0, rows)), "x")
+    (repeat,) = run.repeats
+    model = model_of(repeat)
+    assert not isinstance(model, str)
+    stored = []
+    for share in (1, 20):
+        wire = DEVICE.profile.wire
+        device = Device(replace(DEVICE.profile, wire=replace(wire, both_bytes_per_s=wire.both_bytes_per_s // share)))
+        stored.append(max(one.stored_ns for one in predict(repeat, model, run, device, Overheads())))
+    assert stored[1] > stored[0]
+
+
+def test_the_time_until_a_token_is_seen_counts_once_and_holds_nobody_up() -> None:
+    run = read_recorded(lines_of(engine_row(), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 2)), "x")
+    (repeat,) = run.repeats
+    model = model_of(repeat)
+    assert not isinstance(model, str)
+    late = Overheads(report_ns=5_000_000)
+    bare, reported = (predict(repeat, model, run, DEVICE, overheads)[-1] for overheads in (Overheads(), late))
+    assert bare == reported
+    assert ttft_ns(reported, late) == ttft_ns(bare, Overheads()) + 5_000_000
+
+
+@pytest.mark.parametrize(
+    ("inputs", "turn", "bytes_"),
+    [
+        (InputsWait.TURN, {}, 32 << 20),
+        (InputsWait.TURN, {"turn_mib": 8}, 8 << 20),
+        (InputsWait.TURN, {"turn_mib": 0}, None),
+        (InputsWait.LOAD_END, {}, None),
+        (InputsWait.NONE, {"turn_mib": 8}, 0),
+    ],
+)
+def test_a_joining_prompt_waits_for_a_turn_unless_there_are_none(
+    inputs: InputsWait, turn: dict[str, int], bytes_: int | None
+) -> None:
+    row = {**repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 2), "settings": {"order": "fifo", **turn}}
+    model = model_of(read_recorded(lines_of(row), "x").repeats[0], inputs)
+    assert not isinstance(model, str)
+    assert model.inputs_behind_bytes == bytes_
 
 
 @pytest.mark.parametrize(
