@@ -81,7 +81,7 @@ def sweep(
         typer.Option(help="Columns: transfer over computing time, between commas; default: 20 over all in reach."),
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="order/width/release to try; repeat it. Default: the usual ones.")
+        list[str] | None, typer.Option(help="order/width/release or auto to try; repeat it. Default: the usual ones.")
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests per user at your point.")] = 10,
     repeats: Annotated[int, typer.Option(help="Repeats with other seeds at your point.")] = 3,

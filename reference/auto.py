@@ -15,12 +15,7 @@ time of each and A the landing of its last layer::
 The same `AutoPolicy` runs in the simulator and in the connector. It is pure: what it knows of the device beyond the
 profile is a `Correction`, which observations turn into the next one.
 
-Contracts:
-
-- AUTO-1 the chosen arm's cost is the least of all arms the engine can do, but for `TIE`, within which the first of
-  `Arm` is taken.
-- AUTO-2 same arguments, same answer.
-- AUTO-3 a correction moves towards what is observed, never beyond it, and stays within `CORRECTION_RANGE`.
+Contracts: AUTO-1, AUTO-2 of `lamella.reference`.
 """
 
 from __future__ import annotations

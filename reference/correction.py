@@ -1,7 +1,7 @@
 """What is observed of a device while it serves, as factors on the times of its profile.
 
-Contract AUTO-3: a correction moves towards what is observed, never beyond it, and stays within `CORRECTION_RANGE`. So
-it settles at a constant truth without swinging about it, whatever the profile said.
+A correction moves towards what is observed and never beyond it, so it settles at a constant truth without swinging
+about it, whatever the profile said. Contract: AUTO-3 of `lamella.reference`.
 """
 
 from __future__ import annotations
