@@ -29,7 +29,7 @@ REC-3   Recorded steps do not overlap; a stall lies inside its step, and who cau
 REC-4   A request is in the step with which it starts, and in the one that gives its first token.
 REC-5   What occupies a station belongs to a request of the recording.
 SAFE-2  What a former owner of a slot or an id still records releases nothing of the present one.
-AUTO-1  The chosen arm's cost is the least of all arms the engine can do, but for a tie, in which the order of `Arm` holds.
+AUTO-1  The chosen arm's cost is the least of all arms the engine can do; in a tie the order of `Arm` holds.
 AUTO-2  Same view, same correction, same choice.
 AUTO-3  A correction moves towards what is observed, never beyond it, and stays within its range.
 """
