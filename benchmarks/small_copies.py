@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What an inference engine's own copies wait beside a transfer, and what letting them in costs the transfer.
+"""What an inference engine's own copies wait beside a transfer.
 
   small_copies.py [OUT.json] [--device cuda:0] [--repeats 9]
 
-For each `turn_bytes` and `window_bytes` of the transfer engine: a 1 GiB retrieve and a 1 GiB store at width 1, against
-one raw pinned copy of the same turn; and, one after another on a stream of the default priority while such a transfer
+For each `window_bytes` and bound on windows in flight: a 1 GiB retrieve and a 1 GiB store at width 1, against one raw
+pinned copy of the same turn; and, one after another on a stream of the default priority while such a transfer
 runs, copies of 4 KiB, 64 KiB and 256 KiB in either direction. A copy that is served only after the transfer's end shows
 as one wait as long as the transfer. Needs a GPU and torch.
 """
@@ -34,8 +34,9 @@ SCHEMA_VERSION = 1
 CHECKOUT = Path(__file__).parents[1]
 NUM_BYTES = 1 << 30
 SIZES = (4 << 10, 64 << 10, 256 << 10)
-TURNS_MIB = (0, 4, 8, 16, 32)
 WINDOWS_MIB = (4, 8, 16)
+IN_FLIGHT = (1, 2, 6)
+"""Windows."""
 WARM_UP = 2
 
 
@@ -117,17 +118,15 @@ def main() -> int:
     with TransferBench(device, MAIN_SHAPES[0], NUM_BYTES, BenchSettings(), shuffled_slots=False) as bench:
         bench.check(Direction.RETRIEVE)
         for window in WINDOWS_MIB:
-            for turn in TURNS_MIB:
-                if 0 < turn < window:
-                    continue
+            for in_flight in IN_FLIGHT:
                 with TransferEngine(
-                    args.device, window_bytes=window << 20, turn_bytes=turn << 20, gather_factor=0
+                    args.device, window_bytes=window << 20, in_flight_bytes=in_flight * window << 20, gather_factor=0
                 ) as engine:
                     taken = ratios(bench, engine, args.repeats)
                     beside = list(waits(bench, engine, small))
-                rows.append({"window_mib": window, "turn_mib": turn, "ratio_to_raw": taken, "waits": beside})
+                rows.append({"window_mib": window, "in_flight": in_flight, "ratio_to_raw": taken, "waits": beside})
                 print(
-                    f"window {window:2} MiB, turn {turn:2} MiB: "
+                    f"window {window:2} MiB, {in_flight} in flight: "
                     + ", ".join(f"{name} {statistics.median(values):.3f}" for name, values in taken.items())
                     + " of raw; longest wait ms "
                     + ", ".join(

@@ -1,15 +1,11 @@
-// A lane's streams on a CUDA device: for copy engines two that take turns, and one for kernels.
+// A lane's two streams on a CUDA device: one for copy engines, one for kernels, both of high priority.
 //
 //   retrieve   copy stream: object -> slot, event ─► kernel stream: slot -> blocks, count, mark
 //   store      kernel stream: blocks -> slot, event ─► copy stream: slot -> object, count, mark
 //   direct     copy stream alone: object <-> blocks, count, mark. Nothing touches the kernel stream, because another
-//              process's kernels would hold it up by a time slice; but for words that streams wait for
+//              process's kernels would hold it up by a time slice (EVIDENCE §5)
 //
 // A slot is used again only after its window's mark was reached, so copies need not wait for scatters.
-//
-// A copy engine stays with a stream as long as that has work, whatever its priority. A lane that always has some would
-// keep the inference engine's own small copies, and with them its whole step, back until the last slice. So after
-// `turn_bytes` the other copy stream goes on, behind the first one's last copy: meanwhile the copy engine looks around.
 #pragma once
 
 #include <cuda.h>
@@ -43,10 +39,7 @@ class CudaChannel final : public Channel {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    for (cudaStream_t& stream : copies_) {
-      LM_REQUIRE(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, least));
-    }
-    copy_ = copies_[0];
+    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
   }
@@ -54,7 +47,7 @@ class CudaChannel final : public Channel {
   ~CudaChannel() override {
     try {
       const Context::Scope scope(*context_);
-      for (const cudaStream_t stream : copies_) cudaStreamDestroy(stream);
+      cudaStreamDestroy(copy_);
       cudaStreamDestroy(kernel_);
       cudaEventDestroy(joint_);
       clock_.reset();
@@ -108,7 +101,6 @@ class CudaChannel final : public Channel {
  private:
   void enqueue(Window& window) {
     Transfer& transfer = *window.transfer;
-    take_turns(window.num_bytes);
     auto mark = new_mark(window.alone);
     const bool direct = window.method == LM_COPY_DIRECT_BATCH;
     const bool staged = is_staged(window.method);
@@ -127,27 +119,11 @@ class CudaChannel final : public Channel {
       if (!retrieve) join(kernel_, copy_);
       if (staged) copy(window);
     }
-    cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
-    copy_is_ahead_ = copy_is_ahead_ || last == copy_;
-    if (window.count_address != 0) {
-      if (options_.carrier == LM_CARRIER_VALUE) {  // streams wait for the word; else only a host reads it
-        join_tails();
-        last = kernel_;
-      }
-      write_word(last, window.count_address, window.count_value);
-    }
+    const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
+    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
+    if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
     window.mark = mark;
-  }
-
-  void take_turns(std::int64_t num_bytes) {
-    if (options_.turn_bytes > 0 && carried_bytes_ >= options_.turn_bytes) {
-      const cudaStream_t other = copies_[copy_ == copies_[0] ? 1 : 0];
-      join(copy_, other);
-      copy_ = other;
-      carried_bytes_ = 0;
-    }
-    carried_bytes_ += num_bytes;
   }
 
   static void wait_for_fence(const Transfer& transfer, cudaStream_t stream) {
@@ -160,12 +136,10 @@ class CudaChannel final : public Channel {
     wait_for_fence(transfer, kernel_);
   }
 
-  // Behind it is everything of this lane, once tails are joined.
-  cudaStream_t tail() const { return kernel_; }
+  // The stream that everything of this lane is behind, once tails are joined.
+  cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
 
-  // Stores and direct retrieves end on a copy stream. Words that streams wait for are written behind both, by the stream
-  // of high priority: streams of one priority share hardware queues, and a write that is queued behind the very wait it
-  // would end never comes (seen on an H200 with copies of the default priority: a hang).
+  // Direct retrieves end on the copy stream; marks and words go behind both.
   void join_tails() {
     if (!copy_is_ahead_) return;
     join(copy_, kernel_);
@@ -271,9 +245,7 @@ class CudaChannel final : public Channel {
   const lm_direction direction_;
   const lm_engine_options options_;
   std::shared_ptr<Events> marks_;
-  cudaStream_t copies_[2] = {};
-  cudaStream_t copy_ = nullptr;  // whose turn it is
-  std::int64_t carried_bytes_ = 0;  // in this turn
+  cudaStream_t copy_ = nullptr;
   cudaStream_t kernel_ = nullptr;
   cudaEvent_t joint_ = nullptr;
   std::shared_ptr<DeviceClock> clock_;
