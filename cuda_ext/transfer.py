@@ -74,6 +74,10 @@ class Arriving(Protocol):
         """Units in which it moves."""
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes it moves in all; 0 where that is known only at its end, and this is not it."""
+
+    @property
     def state(self) -> TransferState:
         """Where it is now."""
 

@@ -76,6 +76,11 @@ class GrantedTransfer:
         """Units in which it moves."""
         return self._transfer.num_slices
 
+    @property
+    def num_bytes(self) -> int:
+        """As `Transfer.num_bytes`."""
+        return self._transfer.num_bytes
+
     def _granted(self) -> bool | None:
         """Whether the server granted it; None: it has not said. False is for good, whatever is said later."""
         if self._refused is None and not self._grant.done():
@@ -211,6 +216,12 @@ class BoardTransfer:
     def num_slices(self) -> int:
         """Units in which it moves."""
         return len(self._slices)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes it moved; 0 before the server has answered."""
+        landed = self._answer.done() and why_refused(self._answer) is None
+        return int(self._answer.result().num_bytes) if landed else 0
 
     @property
     def state(self) -> TransferState:

@@ -49,6 +49,8 @@ _Answer = TypeVar("_Answer", bound=Message)
 
 _REGISTER_S: Final = 10.0
 """Least bound of a registration, for which a server makes memory."""
+_SOON_S: Final = 0.25
+"""Until the next try to register, or to tell of more slots while they become ready."""
 
 MISS = Found(lease=0, num_chunks=0, slots=(), pending=False)
 
@@ -59,6 +61,11 @@ class Epoch:
 
     number: int
     registered: Registered
+
+    @property
+    def server(self) -> int:
+        """Which server it is with: this rank's slots are the same under every registration with one server."""
+        return self.registered.server
 
     @property
     def shared(self) -> SharedSlots | None:
@@ -364,19 +371,23 @@ class CacheSession:
         self._epoch, self._lost = epoch, ""
 
     def _keep(self) -> None:
+        told = 0
         while not self._stopping.is_set():
             try:
                 if self._lost:
                     self._begin()
                     _log.warning("the cache server is back: registered anew")
-                pong = self.connection.call(Ping(self._session, self._ready_slots()), Pong)
+                before, told = told, self._ready_slots()
+                pong = self.connection.call(Ping(self._session, told), Pong)
+                growing = told == 0 or told > before
                 if not pong.known:
                     self._lose("it does not know this session")
             except (ServerLostError, RefusedError, OSError, ValueError) as error:
                 self._lose(str(error))
+                growing = False
             wait_s = self._epoch.registered.ping_s if self._epoch is not None else 1.0
             self._woken.clear()
-            self._woken.wait(min(wait_s, 0.25) if self._lost else wait_s)
+            self._woken.wait(min(wait_s, _SOON_S) if self._lost or growing else wait_s)
 
     def _close_sockets(self) -> None:
         with self._connections_lock:

@@ -24,7 +24,7 @@ _LOOK_S: Final = 0.05
 """How often one who waits looks whether there still is a connection; a server needs longer to start anew."""
 
 
-class ServerLostError(Exception):
+class ServerLostError(RuntimeError):
     """The server is not there, does not answer in time, or does not know the session (any more)."""
 
 

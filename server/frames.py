@@ -26,7 +26,7 @@ _encoder = msgspec.msgpack.Encoder()
 _Answer = TypeVar("_Answer", bound=Message)
 
 
-class RefusedError(Exception):
+class RefusedError(RuntimeError):
     """A request was not obeyed, for a reason that the other side is told."""
 
     def __init__(self, code: Code, message: str, number: int = 0) -> None:

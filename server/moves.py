@@ -35,35 +35,35 @@ _MARGIN_NS: Final = 1_000_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedLoad(LoadOrder):
-    """A load of what a lookup locked.
+    """One rank's load of what a lookup locked.
 
     Attributes:
         lease: of the lookup.
-        epoch: registration whose slots these are.
+        server: whose slots these are.
         locked_until_ns: until when the lookup's lock holds without a transfer (`time.monotonic_ns`).
         layers_per_slice: of this load; None: the worker's.
         (others): as `LoadOrder`; `slots` are this rank's.
     """
 
     lease: int
-    epoch: int
+    server: int
     locked_until_ns: int
     layers_per_slice: int | tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeasedStore(StoreOrder):
-    """A store into what was allocated for it.
+    """One rank's store into what was allocated for it.
 
     Attributes:
         lease: of the allocation.
-        epoch: registration whose slots these are.
+        server: whose slots these are.
         rank: whose slots.
         (others): as `StoreOrder`; `slots` are this rank's.
     """
 
     lease: int
-    epoch: int
+    server: int
     rank: int
 
 
@@ -84,7 +84,7 @@ class Line:
         """The session's number now; 0, which no server knows, where there is none."""
         try:
             return self._session()
-        except (ServerLostError, RuntimeError):
+        except RuntimeError:  # lost, or closed
             return 0
 
     def ask(self, message: Message) -> Future[Any]:
@@ -96,10 +96,10 @@ class Line:
             failed.set_exception(error)
             return failed
 
-    def look(self) -> None:
-        """Answers that have come are in their futures."""
+    def look(self, timeout_s: float = 0.0) -> None:
+        """Answers that have come are in their futures; waits for one, if so many seconds are given."""
         if self._connection.num_open:
-            self._connection.poll(0)
+            self._connection.poll(timeout_s)
 
     def close(self) -> None:
         """What was not answered fails."""

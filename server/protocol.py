@@ -161,9 +161,13 @@ class PoolShape(Message, frozen=True):
 
 
 class Registered(Message, frozen=True):
-    """The session; `pool` is None for a scheduler. PING at least every `ping_s` seconds."""
+    """The session; `pool` is None for a scheduler. PING at least every `ping_s` seconds.
+
+    `server` is drawn when a server starts: slots and leases mean the same to every session that has the same one.
+    """
 
     lamella_version: Name
+    server: Number
     session: Number
     pool: PoolShape | None
     lease_s: float

@@ -2,82 +2,93 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Final
 
 from lamella.connector.connector_metrics import Metrics
-from lamella.connector.step_orders import Ended, StoreOrder
+from lamella.connector.step_orders import Ended, FetchOrder, StoreOrder
 from lamella.connector.worker_stores import WorkerStores
 from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.slices import Slice
-from lamella.server.moves import LeasedStore, Side
+from lamella.server.moves import LeasedStore
+from lamella.server.rank_mover import RankMover
+
+_LOOK_S: Final = 0.002
 
 
-class RankStores:
-    """See the module.
+class RankStores(WorkerStores):
+    """As `WorkerStores`, of orders with a lease; the server's tiers keep what they keep, so there are no puts.
 
     Args:
-        side: moves the bytes and tells the server.
+        mover: moves the bytes and tells the server.
         slices: the units in which stores leave.
         layerwise: whether they leave during the forward pass.
         metrics: counts.
     """
 
-    def __init__(self, side: Side, slices: Sequence[Slice], layerwise: bool, metrics: Metrics) -> None:
-        self._side = side
-        self._metrics = metrics
-        self._leaving = WorkerStores(self._begin, slices, layerwise, None, b"", None, 1, metrics)
+    def __init__(self, mover: RankMover, slices: Sequence[Slice], layerwise: bool, metrics: Metrics) -> None:
+        super().__init__(self._move, slices, layerwise, None, b"", None, 1, metrics)
+        self._mover = mover
         self._orders: dict[int, LeasedStore] = {}
-        self._committing: dict[int, Future[Any]] = {}
+        self._committing: dict[int, tuple[int, Future[Any]]] = {}  # (session that said so, the server's answer)
+        self._readable: dict[int, bool] = {}
 
-    def begin(self, order: LeasedStore) -> None:
-        """The store is one of this step's."""
-        self._orders[order.number] = order
-        self._leaving.begin_step([order], [])
+    def begin_step(self, orders: Sequence[StoreOrder], fetches: Sequence[FetchOrder]) -> None:
+        """The step's stores are known.
 
-    def _begin(self, order: StoreOrder, parts: Sequence[Slice]) -> Arriving:
-        assert isinstance(order, LeasedStore), "stores of a server's worker have a lease"
-        return self._side.store(order, parts)
+        Args:
+            orders: `LeasedStore`s of this rank.
+            fetches: none.
+        """
+        for order in orders:
+            assert isinstance(order, LeasedStore), "stores of a server's rank have a lease"
+            self._orders[order.number] = order
+        super().begin_step(orders, ())
 
-    def layer_computed(self, layer: int) -> None:
-        """The layer's KV is in its blocks, on the stream."""
-        self._leaving.layer_computed(layer)
+    def _move(self, order: StoreOrder, parts: Sequence[Slice]) -> Arriving:
+        return self._mover.side.store(self._orders[order.number], parts)
 
-    def step_computed(self, spoils: Callable[[tuple[tuple[int, ...], ...]], bool]) -> None:
-        """The forward pass was launched; `spoils` says whether something computed over some blocks may be wrong."""
-        self._leaving.step_computed(spoils)
+    def poll(self) -> tuple[dict[int, Ended], dict[int, Ended], dict[int, tuple[Ended, ...]]]:
+        """Stores that read their blocks no longer; no puts and no fetches."""
+        stores, puts, fetches = super().poll()
+        for number, end in stores.items():
+            answer = self._mover.side.commit(self._orders.pop(number), end.ok)
+            if end.ok:
+                self._committing[number] = self._mover.line.session, answer
+            else:
+                self._readable[number] = False
+        self._take_answers()
+        return stores, puts, fetches
 
-    def flush(self, numbers: Sequence[int], timeout_s: float) -> None:
-        """These stores do not read their blocks any more.
+    def _take_answers(self) -> None:
+        session = self._mover.line.session
+        for number, (asked, answer) in list(self._committing.items()):
+            if answer.done() or session != asked:  # a server that is gone answers no more
+                del self._committing[number]
+                self._readable[number] = answer.done() and answer.exception() is None
+
+    def take_readable(self) -> dict[int, bool]:
+        """Stores that others can read now, since the last call; False: they never will."""
+        taken, self._readable = self._readable, {}
+        return taken
+
+    def drain(self, timeout_s: float) -> None:
+        """As `WorkerStores.drain`, and the server has been told of each.
 
         Raises:
-            TimeoutError: one of them still may after so many seconds.
+            TimeoutError: as `WorkerStores.drain`, or no answer.
         """
-        self._leaving.flush(numbers, timeout_s)
-
-    def poll(self) -> tuple[dict[int, Ended], dict[int, bool]]:
-        """Stores that read their blocks no longer; stores that others can read now, or never will."""
-        stores, _puts, _fetches = self._leaving.poll()
-        readable: dict[int, bool] = {}
-        for number, end in stores.items():
-            answer = self._side.commit(self._orders.pop(number), end.ok)
-            if end.ok:
-                self._committing[number] = answer
-            else:
-                self._metrics.count("stores_dropped")
-                readable[number] = False
-        for number, answer in list(self._committing.items()):
-            if answer.done():
-                del self._committing[number]
-                readable[number] = answer.exception() is None
-        return stores, readable
+        until = time.monotonic() + timeout_s
+        super().drain(timeout_s)
+        while self._committing:
+            if time.monotonic() > until:
+                raise TimeoutError(f"the cache server has not taken {len(self._committing)} stores in {timeout_s:g} s")
+            self._mover.line.look(_LOOK_S)
+            self._take_answers()
 
     @property
     def num_open(self) -> int:
         """Stores that have not ended, or of which the server has not said that they can be read."""
         return len(self._orders) + len(self._committing)
-
-    def close(self) -> None:
-        """Threads have ended."""
-        self._leaving.close()

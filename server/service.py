@@ -80,6 +80,8 @@ class CacheService:
         self.settings = settings
         self.metrics = ServerMetrics()
         self.draining = False
+        self.number = secrets.randbits(62) + 1
+        """Of this server: another one, and the next one here, has another."""
         self._later = later
         self._movement = movement
         self._clock_ns = clock_ns
@@ -209,7 +211,9 @@ class CacheService:
             pool = PoolShape(str(shared.path), shape.object_bytes, shape.num_slots, shape.target_piece_bytes)
         where = place.label if place is not None else "no memory"
         _log.info("engine %s: %s %d is registered (%s)", session.engine, session.role.value, session.rank, where)
-        return Registered(lamella.__version__, session.number, pool, self.settings.lease_s, self.settings.ping_s)
+        return Registered(
+            lamella.__version__, self.number, session.number, pool, self.settings.lease_s, self.settings.ping_s
+        )
 
     def ping(self, message: Ping, peer: Peer) -> Pong:
         """The peer was heard."""

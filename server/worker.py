@@ -17,7 +17,6 @@ returns at once, and each of those has a bound (SAFE-5). For the engine's thread
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -29,28 +28,21 @@ from lamella.connector.connector_metrics import Metrics
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import BlockTables, LoadOrder, StepOrders
 from lamella.connector.worker_loads import WorkerLoads
-from lamella.cuda_ext.arrival_board import LayerArrivalBoard, LayerArrivalPool
-from lamella.cuda_ext.device import Device
+from lamella.cuda_ext.arrival_board import LayerArrivalPool
 from lamella.cuda_ext.engine import TransferEngine
-from lamella.cuda_ext.peer_memory import ExportedCaches, export_caches
 from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.keys import ChunkKey
 from lamella.reference.release import First, ReleasePolicy
 from lamella.reference.slices import plan_slices
-from lamella.server.client import MISS, CacheSession, Epoch
-from lamella.server.connection import Connection, ServerLostError
-from lamella.server.frames import RefusedError
-from lamella.server.moves import Beginning, Fences, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, Side
-from lamella.server.peer_watch import ServerWatch
+from lamella.server.client import MISS, CacheSession
+from lamella.server.connection import ServerLostError
+from lamella.server.moves import LeasedLoad, LeasedStore
 from lamella.server.protocol import TransferSide
-from lamella.server.rank import RankCaches, RankOfEngine, Report, register_message
+from lamella.server.rank import RankCaches, RankOfEngine, Report
+from lamella.server.rank_mover import RankMover
 from lamella.server.rank_stores import RankStores
 from lamella.server.sequences import Locked, allocate
-from lamella.server.server_side import ServerSide
-from lamella.server.wire import EVERY_RANK, Code
-from lamella.server.worker_side import WorkerSide
-
-_log = logging.getLogger(__name__)
+from lamella.server.wire import EVERY_RANK
 
 
 class Worker:
@@ -99,49 +91,21 @@ class Worker:
         self.metrics = Metrics()
         self.rank = of.rank
         self._caches = caches
-        self._call_timeout_s = call_timeout_s
-        self._folder = folder
-        self.engine: TransferEngine | None = None
-        """This process's own, where it moves the bytes."""
-        self._worker_side: WorkerSide | None = None
         self._next = 0
-        self._pending: dict[int, PendingLoad] = {}
-        self._board = LayerArrivalBoard.create(num_arrival_slots)
-        self.arrivals = LayerArrivalPool(self._board)
-        """Entries of this rank's board."""
-        slices = plan_slices(layout.num_layers, layers_per_slice or layout.num_layers)
-        moves = self._moves = Moves(
-            rank=of.rank,
-            num_layers=layout.num_layers,
+        self.mover = RankMover(
+            folder,
+            of,
+            caches,
+            transfer_side=transfer_side,
             layers_per_slice=layers_per_slice,
-            pool=self.arrivals,
-            line=Line(Connection(folder, timeout_s=call_timeout_s), lambda: self.session.epoch.registered.session),
-            fences=Fences(caches.device, stream),
-            watch=lambda: self._watch,
-            tables=caches.tables,
-            null_block=caches.null_block,
-            timeout_s=load_timeout_s,
+            num_arrival_slots=num_arrival_slots,
+            load_timeout_s=load_timeout_s,
+            call_timeout_s=call_timeout_s,
+            stream=stream,
+            engine_options=engine_options,
         )
-        options = {"num_layers": layout.num_layers, "deadline_s": load_timeout_s, **(engine_options or {})}
-        self._session: CacheSession | None = None
-        self._watch: ServerWatch
-        self.transfer_side = transfer_side
-        self._side: Side
-        try:
-            if transfer_side is TransferSide.SERVER and not self._serve_from_server(of):
-                self.transfer_side = TransferSide.WORKER
-            if self.transfer_side is TransferSide.WORKER:
-                self.engine = TransferEngine(caches.device, **options)
-                cache = self.engine.register_cache(layout, caches.engines)
-                self._side = self._worker_side = WorkerSide(
-                    moves, self.engine, cache, Device(caches.device).registrar()
-                )
-                self._session = self._register(of, None)
-            else:
-                self._side = ServerSide(moves)
-        except BaseException:
-            self._close_parts()
-            raise
+        """Its session, its line and what moves its bytes."""
+        slices = plan_slices(layout.num_layers, layers_per_slice or layout.num_layers)
         group = layout.groups[0]
         self.loads = WorkerLoads(
             self._begin_load,
@@ -154,37 +118,25 @@ class Worker:
             rules,
             self.metrics,
             several_groups,
-            Beginning(),
+            self.mover.executor,
         )
         layerwise = layerwise_stores and self.transfer_side is TransferSide.WORKER and bool(layers_per_slice)
-        self._stores = RankStores(self._side, slices, layerwise, self.metrics)
+        self._stores = RankStores(self.mover, slices, layerwise, self.metrics)
 
-    def _serve_from_server(self, of: RankOfEngine) -> bool:
-        """Whether the server could open the caches; the reason is said where it could not."""
-        caches = self._caches
-        try:
-            self._session = self._register(of, export_caches(caches.device, caches.engines, caches.shared))
-        except (RefusedError, OSError, ValueError) as refused:
-            if isinstance(refused, RefusedError) and refused.code not in (Code.REFUSED, Code.FAILED):
-                raise
-            _log.warning("this process moves the bytes, not the server: %s", refused)
-            return False
-        return True
+    @property
+    def engine(self) -> TransferEngine | None:
+        """This process's own, where it moves the bytes."""
+        return self.mover.engine
 
-    def _register(self, of: RankOfEngine, exported: ExportedCaches | None) -> CacheSession:
-        side = self._worker_side
-        return CacheSession(
-            self._folder,
-            register_message(of, self._caches.layout, exported, self._board),
-            timeout_s=self._call_timeout_s,
-            ready_slots=(lambda: side.ready_slots) if side is not None else lambda: -1,
-            on_epoch=self._begin_epoch,
-        )
+    @property
+    def transfer_side(self) -> TransferSide:
+        """Whose process moves the bytes."""
+        return self.mover.transfer_side
 
-    def _begin_epoch(self, epoch: Epoch) -> None:
-        self._watch = ServerWatch(self._folder)
-        if self._worker_side is not None and epoch.shared is not None:
-            self._worker_side.attach(epoch.number, epoch.shared)
+    @property
+    def arrivals(self) -> LayerArrivalPool:
+        """Entries of this rank's board."""
+        return self.mover.arrivals
 
     @property
     def session(self) -> CacheSession:
@@ -193,9 +145,7 @@ class Worker:
         Raises:
             RuntimeError: the worker is closed.
         """
-        if self._session is None:
-            raise RuntimeError("this worker has no session: it is closed")
-        return self._session
+        return self.mover.session
 
     # ---- what is there
 
@@ -213,7 +163,7 @@ class Worker:
         except ServerLostError:
             return Locked(MISS, 0, 0, first_wanted)
         found = self.session.lookup(keys, first_wanted=first_wanted, rank=EVERY_RANK, use_tiers=use_tiers, epoch=epoch)
-        return Locked(found, epoch.number, before_ns + int(epoch.registered.lease_s * 1e9), first_wanted)
+        return Locked(found, epoch.server, before_ns + int(epoch.registered.lease_s * 1e9), first_wanted)
 
     def give_back(self, locked: Locked) -> None:
         """What was looked up will not be retrieved, on any rank."""
@@ -255,7 +205,7 @@ class Worker:
             skip_tokens,
             joins_step,
             lease=locked.found.lease,
-            epoch=locked.epoch,
+            server=locked.server,
             locked_until_ns=locked.until_ns,
             layers_per_slice=layers_per_slice,
         )
@@ -273,8 +223,7 @@ class Worker:
 
     def _begin_load(self, order: LoadOrder) -> Callable[[], Arriving]:
         assert isinstance(order, LeasedLoad), "loads of a server's worker have a lease"
-        pending = self._pending[order.number] = self._side.load(order)
-        return pending
+        return self.mover.load(order)
 
     # ---- a step
 
@@ -332,11 +281,12 @@ class Worker:
     ) -> list[LeasedStore]:
         """Orders for every rank, or one, to be begun there by `begin_store`; as `lamella.server.sequences.allocate`."""
         size = self._caches.layout.chunk_tokens
-        return allocate(self.session, request, keys, blocks, first_chunk, size, rank, self._take_number)
+        orders = allocate(self.session, request, keys, blocks, first_chunk, size, rank, self._take_number)
+        return [part for order in orders for part in order.parts()]
 
     def begin_store(self, order: LeasedStore) -> None:
         """As `store`, of an order that a scheduler made."""
-        self._stores.begin(order)
+        self._stores.begin_step([order], [])
 
     def _take_number(self) -> int:
         number, self._next = self._next, self._next + 1
@@ -346,12 +296,12 @@ class Worker:
 
     def poll(self) -> Report:
         """What has happened since the last poll; the engine asks once a step."""
-        self._moves.line.look()
+        self.mover.look()
         polled = self.loads.poll()
-        for number in polled.ended:
-            self._pending.pop(number).end()
-        stores, readable = self._stores.poll()
-        return Report(polled.received, polled.failed, polled.ended, stores, readable)
+        self.mover.loads_ended(polled.ended)
+        stores, _puts, _fetches = self._stores.poll()
+        self.metrics.count("stores_dropped", sum(not end.ok for end in stores.values()))
+        return Report(polled.received, polled.failed, polled.ended, stores, self._stores.take_readable())
 
     def flush_stores(self, numbers: Sequence[int], timeout_s: float = 10.0) -> None:
         """Blocks of these stores can be written again.
@@ -369,14 +319,14 @@ class Worker:
     @property
     def is_connected(self) -> bool:
         """Whether the server is there; without it everything is a miss."""
-        return self._moves.line.session != 0
+        return self.mover.is_connected
 
     # ---- the end
 
     def close(self) -> None:
         """Nothing of this rank is in flight, the server has let go of it, and its memory is unmapped."""
         self.loads.close()
-        self._close_parts()
+        self.mover.close()
         self._stores.close()
 
     def __enter__(self) -> Self:
@@ -384,14 +334,3 @@ class Worker:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
-
-    def _close_parts(self) -> None:
-        if self.engine is not None:
-            self.engine.close()
-        if self._session is not None:
-            self._session.close()
-        if self._worker_side is not None:
-            self._worker_side.close()
-        self._moves.line.close()
-        self._moves.fences.close()
-        self._board.close()

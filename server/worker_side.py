@@ -41,26 +41,32 @@ class WorkerSide:
         self._cache = cache
         self._registrar = registrar
         self._lock = threading.Lock()
-        self._epoch = 0
-        self._slots: dict[int, _Attached] = {}
+        self._server = 0
+        self._attached: _Attached | None = None
+        self._left: set[_Attached] = set()  # of earlier servers, for transfers under way
 
-    def attach(self, epoch: int, shared: SharedSlots) -> None:
-        """The slots of this registration are mapped; those of earlier ones go with their last transfer.
+    def attach(self, server: int, shared: SharedSlots) -> None:
+        """The slots that this server lends are mapped; those of an earlier one go with their last transfer.
 
         Raises:
             OSError, ValueError: as `SlotMemory.attach`.
         """
-        attached = _Attached(SlotMemory.attach(shared, self._registrar))
+        old = self._attached
+        if old is not None and old.shared == shared:  # registered anew with the same server
+            self._server = server
+            return
+        attached = _Attached(SlotMemory.attach(shared, self._registrar), shared)
         with self._lock:
-            old, self._epoch = self._epoch, epoch
-            self._slots[epoch] = attached
-        self._drop_unused(old)
+            self._server, self._attached = server, attached
+            if old is not None:
+                self._left.add(old)
+        if old is not None:
+            self._drop_unused(old)
 
     @property
     def ready_slots(self) -> int:
         """Slots from 0 on that this process's device reaches."""
-        with self._lock:
-            attached = self._slots.get(self._epoch)
+        attached = self._attached
         return attached.ready_slots if attached is not None else 0
 
     def load(self, order: LeasedLoad) -> PendingLoad:
@@ -76,14 +82,14 @@ class WorkerSide:
             moves.give(slot)
 
         try:
-            attached = self._hold(order.epoch)
+            attached = self._hold(order.server)
         except BaseException:
             ended()
             raise
 
         def drained() -> None:
             ended()
-            self._let_go(order.epoch)
+            self._let_go(attached)
             moves.line.ask(Release(moves.line.session, order.lease, moves.rank))
 
         try:
@@ -136,14 +142,14 @@ class WorkerSide:
         """As `Side.store`."""
         event = self._moves.fences.record()
         try:
-            attached = self._hold(order.epoch)
+            attached = self._hold(order.server)
         except BaseException:
             self._moves.fences.give(event)
             raise
 
         def drained() -> None:
             self._moves.fences.give(event)
-            self._let_go(order.epoch)
+            self._let_go(attached)
 
         try:
             return self._engine.submit(
@@ -172,38 +178,38 @@ class WorkerSide:
     def close(self) -> None:
         """As `Side.close`; the engine is closed, so every slot is let go of."""
         with self._lock:
-            slots, self._slots = self._slots, {}
-        for attached in slots.values():
-            attached.memory.close()
+            attached, self._attached = self._attached, None
+            left, self._left = self._left, set()
+        for one in (*left, *filter(None, [attached])):
+            one.memory.close()
 
-    def _hold(self, epoch: int) -> _Attached:
+    def _hold(self, server: int) -> _Attached:
         with self._lock:
-            attached = self._slots.get(epoch)
-            if attached is None or epoch != self._epoch:
-                raise ServerLostError("these slots are of an earlier registration: look up again")
+            attached = self._attached
+            if attached is None or server != self._server:
+                raise ServerLostError("these slots are of an earlier server: look up again")
             attached.users += 1
             return attached
 
-    def _let_go(self, epoch: int) -> None:
+    def _let_go(self, attached: _Attached) -> None:
         with self._lock:
-            if epoch in self._slots:
-                self._slots[epoch].users -= 1
-        self._drop_unused(epoch)
+            attached.users -= 1
+        self._drop_unused(attached)
 
-    def _drop_unused(self, epoch: int) -> None:
+    def _drop_unused(self, attached: _Attached) -> None:
         with self._lock:
-            attached = self._slots.get(epoch)
-            if attached is None or epoch == self._epoch or attached.users:
+            if attached not in self._left or attached.users:
                 return
-            del self._slots[epoch]
+            self._left.remove(attached)
         attached.memory.close()
 
 
 class _Attached:
     """A registration's slots, mapped here, and how many transfers use them."""
 
-    def __init__(self, memory: SlotMemory) -> None:
+    def __init__(self, memory: SlotMemory, shared: SharedSlots) -> None:
         self.memory = memory
+        self.shared = shared
         self.users = 0
 
     @property

@@ -69,9 +69,10 @@ def test_every_figure_is_measured_and_the_report_says_which_side_moved(server: S
 def test_a_wrong_byte_on_the_server_is_found(server: ServerProcess) -> None:
     with _bench(server, widths=(1,)) as bench:
         bench.prepare()
-        side = bench.worker._worker_side
+        side = bench.worker.mover._worker_side
         assert side is not None
-        (attached,) = side._slots.values()
+        attached = side._attached
+        assert attached is not None
         for slot in range(attached.memory.shape.num_slots):
             attached.memory.buffer(slot)[1000] ^= 1
         with pytest.raises(RuntimeError, match="does not hold the objects' bytes"):
