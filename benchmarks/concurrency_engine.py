@@ -177,7 +177,7 @@ class ConcurrencyEngine:
         if number in known and not cell.stores:
             return True
         keys = chunk_keys(side._facts.space, self.prompts.document(number)[:full])
-        if side.index.leading_hits(keys) < len(keys):
+        if side.objects.index.leading_hits(keys) < len(keys):
             return False
         known.add(number)
         return True
@@ -263,7 +263,7 @@ class ConcurrencyEngine:
                 for number in range(self.group.documents)
                 for key in chunk_keys(side._facts.space, self.prompts.document(number)[:full])
             }
-            side.index.discard([key for key in side.index.ready_keys() if key not in kept])
+            side.objects.index.discard([key for key in side.objects.index.ready_keys() if key not in kept])
             self._filled.clear()
 
     # ---- as the loop's engine

@@ -66,7 +66,7 @@ class ConnectorExchange:
         kept = self._exchanged and bool(old._facts.space.chunk_tokens == cell.chunk)
         self._exchanged = True
         if kept:
-            side.index, side._num_slots = old.index, old._num_slots
+            side.objects = old.objects
         self._keep_learned(old, side, arm)
         if arm is not None and not cell.stores:
             side._store = lambda one: []  # type: ignore[method-assign]

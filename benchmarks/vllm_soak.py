@@ -171,7 +171,7 @@ def yardsticks(live: Any, prompts: list[list[int]]) -> list[Any]:
 def left_behind(live: Any, device_blocks: int) -> dict[str, int]:
     """What is still taken once everything has ended; all of it must be 0."""
     live.settle()
-    occupancy = live.side.index.occupancy()
+    occupancy = live.side.objects.index.occupancy()
     return {
         "blocks": device_blocks - 1 - live.scheduler.kv_cache_manager.block_pool.get_num_free_blocks(),
         "pins": occupancy.pins,

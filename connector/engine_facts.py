@@ -21,6 +21,7 @@ class EngineFacts:
         token_budget: most tokens in a step; None where nobody said.
         steps_ahead: whether the next step is scheduled while one computes.
         refusal: why nothing can be loaded here, or "".
+        engine: name of the engine, the same for all of its ranks and no other's.
     """
 
     block_tokens: tuple[int, ...]
@@ -32,3 +33,4 @@ class EngineFacts:
     token_budget: int | None = None
     steps_ahead: bool = False
     refusal: str = ""
+    engine: str = ""

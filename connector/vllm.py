@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
+from lamella.connector.back_end import back_end_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
@@ -98,7 +99,12 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         self._refused = bool(refusal)
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config, self.settings, refusal)
-            self.scheduler = SchedulerSide(self.settings, facts, self._rules)
+            self.scheduler = SchedulerSide(
+                self.settings,
+                facts,
+                self._rules,
+                None if refusal else back_end_of(self.settings).objects(self.settings, facts),
+            )
         else:
             self._rank_facts = rank_facts(vllm_config, kv_cache_config, self.settings)
 
@@ -250,7 +256,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         return self.scheduler is not None and self.scheduler.has_open_work
 
     def reset_cache(self) -> bool | None:
-        """The host pool's index is empty."""
+        """The host pool's index is empty; False where others share what is kept."""
         return self._scheduler.reset() if self.scheduler is not None else None
 
     # ---- what can be seen

@@ -34,6 +34,11 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise ValueError(f"{name} > 1 spreads a block's tokens over ranks, which is not supported: set it to 1")
+    if settings.server is not None and parallel.pipeline_parallel_size > 1:
+        raise ValueError(
+            f"server ({settings.server}) with pipeline_parallel_size {parallel.pipeline_parallel_size}: stages are not "
+            "supported there; set it to 1, or leave server out"
+        )
     if not settings.waits_in_forward:
         return
     mode = vllm_config.compilation_config.cudagraph_mode
@@ -106,6 +111,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         token_budget=int(vllm_config.scheduler_config.max_num_batched_tokens),
         steps_ahead=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         refusal=refusal,
+        engine=_engine_name(vllm_config),
     )
 
 
@@ -125,7 +131,16 @@ def rank_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettin
     parallel = vllm_config.parallel_config
     first_layer, _end = vllm_config.model_config.get_layers_start_end_indices(parallel)
     space = _key_space(vllm_config, tuple(group.block_tokens for group in groups), settings)
-    return RankFacts(groups, space, get_tensor_model_parallel_rank(), first_layer)
+    rank = get_tensor_model_parallel_rank()
+    return RankFacts(
+        groups,
+        space,
+        rank,
+        first_layer,
+        engine=_engine_name(vllm_config),
+        rank=rank,
+        num_ranks=parallel.world_size,
+    )
 
 
 def full_graphs(vllm_config: Any) -> str:
@@ -138,6 +153,11 @@ def full_graphs(vllm_config: Any) -> str:
         return ""
     drafts = getattr(vllm_config, "speculative_config", None) is not None  # then a decode computes several tokens
     return "any" if drafts or mode.mixed_mode().name == "FULL" else "decode"
+
+
+def _engine_name(vllm_config: Any) -> str:
+    """The engine's own name, which all of its processes have and no other engine has."""
+    return str(vllm_config.kv_transfer_config.engine_id)
 
 
 def _key_space(vllm_config: Any, block_tokens: tuple[int, ...], settings: ConnectorSettings) -> KeySpace:

@@ -24,14 +24,14 @@ from lamella.connector.step_clock import StepClock, TimedStep
 from lamella.connector.step_orders import LoadOrder
 from lamella.connector.vllm import LamellaConnector, LamellaOrders
 from lamella.connector.vllm_worker import WorkerSide
-from lamella.cuda_ext.transfer import Transfer
+from lamella.cuda_ext.transfer import Arriving
 
 
 class RecordingWorker(WorkerSide):
     """A worker side that keeps the transfer of each load until it has been written down."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
-        self.transfers: dict[int, tuple[LoadOrder, Transfer]] = {}
+        self.transfers: dict[int, tuple[LoadOrder, Arriving]] = {}
         super().__init__(*arguments, **named)
         self.marks = marks_of(self._device)
         mark = self.marks.mark()
@@ -41,10 +41,10 @@ class RecordingWorker(WorkerSide):
             torch.cuda.synchronize(self._device)
         self.clock = StepClock(self.marks, mark, time.monotonic_ns())
 
-    def _submit_load(self, order: LoadOrder) -> Callable[[], Transfer]:
+    def _submit_load(self, order: LoadOrder) -> Callable[[], Arriving]:
         submit = super()._submit_load(order)
 
-        def submit_and_keep() -> Transfer:
+        def submit_and_keep() -> Arriving:
             transfer = submit()
             self.transfers[order.number] = (order, transfer)
             return transfer

@@ -1,6 +1,6 @@
-"""The scheduler side: what is cached in which slot, which loads and stores are in flight, and who waits for what.
+"""The scheduler side: what can be loaded, which loads and stores are in flight, and who waits for what.
 
-It runs in the engine core's thread, owns the index of the host pool, and tells the workers what to do step by step
+It runs in the engine core's thread, asks what is kept (`Objects`), and tells the workers what to do step by step
 (`StepOrders`); they answer with what has ended (`StepReport`). It touches no KV and takes vLLM's objects as they are,
 so its tests need neither vLLM nor torch.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from lamella.connector.auto_choice import AutoChoice
@@ -18,12 +19,12 @@ from lamella.connector.batch_blocks import BatchBlocks, Scheduled
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.loads import Kind, OpenLoad, OpenStore, Work, WorkBook, ended_by_itself
+from lamella.connector.objects import Objects, PoolObjects
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
-from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepReport, StoreOrder
-from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
+from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StoreOrder
+from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_settings import ConnectorSettings
-from lamella.cuda_ext.slot_index import SlotIndex
 from lamella.reference.auto_view import Arm
 from lamella.reference.keys import ChunkKey
 
@@ -38,19 +39,26 @@ class SchedulerSide:
         settings: the connector's.
         facts: of the engine.
         rules: all of them, outside tests.
+        objects: what is kept; None: in this process's own pool.
     """
 
-    def __init__(self, settings: ConnectorSettings, facts: EngineFacts, rules: SafetyRules = ALL_RULES) -> None:
+    def __init__(
+        self,
+        settings: ConnectorSettings,
+        facts: EngineFacts,
+        rules: SafetyRules = ALL_RULES,
+        objects: Objects | None = None,
+    ) -> None:
         self._settings = settings
         self._facts = facts
         self._rules = rules
-        self.index = SlotIndex()
+        self.objects: Objects = objects or PoolObjects(settings, facts)
+        """What is kept, and where."""
         self.book = WorkBook(facts.num_ranks, rules)
         self.metrics = Metrics()
         self._auto = AutoChoice(settings, facts, self.metrics) if settings.is_auto else None
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
-        self._tier: TierPrefetch | None = None
         self._pool: Any = None  # the engine's block pool
         self._requests: dict[str, Any] = {}
         self._local_hits: dict[str, int] = {}
@@ -58,11 +66,9 @@ class SchedulerSide:
         self._failed: set[str] = set()
         self._loads: dict[int, OpenLoad] = {}
         self._stores: dict[int, OpenStore] = {}
-        self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
         self._bad_blocks: set[int] = set()
         self._new_loads: list[LoadOrder] = []
         self._cancels: list[int] = []
-        self._num_slots = 0
         self._last_number = -1
 
     # ---- set-up
@@ -71,13 +77,9 @@ class SchedulerSide:
         """Every rank has said how it names its objects, how many slots each has ready at least, and which slices are
         wide enough for all.
         """  # noqa: D205 - one sentence more than a line
-        self._add_slots(ready_slots)
+        self.objects.set_ranks(ranks, ready_slots, self._number)
         if self._auto is not None:
             self._auto.set_least_width(least_width)
-        if self._settings.file_tier is not None and not self._facts.refusal:
-            self._tier = TierPrefetch(
-                self._settings.file_tier, self.index, ranks, self._number, self._settings.load_timeout_s
-            )
 
     def bind_block_pool(self, pool: Any) -> None:
         """The engine's block pool, of whose prefix cache blocks are evicted."""
@@ -92,25 +94,26 @@ class SchedulerSide:
         if self._facts.refusal or name in self._failed:
             return 0, False
         keys = self._keys.keys(request, request.num_tokens)
-        hits = self.index.leading_hits(keys)
-        if self._tier is not None and hits < len(keys):
-            if not self._tier.settle(name, keys[hits:]):
-                return None, False
-            hits = self.index.leading_hits(keys)
-        num_tokens = hits * self._facts.space.chunk_tokens
+        size = self._facts.space.chunk_tokens
+        hits = self.objects.find(name, keys, min(local_hit // size, len(keys)))
+        if hits is None:
+            return None, False
+        num_tokens = hits * size
         if self._rules.whole_blocks:
             unit = max(self._facts.block_tokens)
             num_tokens = min(num_tokens, (request.num_tokens - 1) // unit * unit)
         num_tokens = min(num_tokens, request.num_tokens)
         wanted = max(0, num_tokens - local_hit)
         if not wanted:
+            self.objects.let_go(name)
             if self._auto is not None:
                 self._auto.missed(name, local_hit, request.num_tokens)
             return 0, False
-        if self._is_coming(keys[local_hit // self._facts.space.chunk_tokens : hits]):
+        if self._is_coming(keys[local_hit // size : hits]):
             return None, False
         arm = None if self._auto is None else self._auto.choose(name, wanted, local_hit, request.num_tokens)
         if arm is Arm.OFF:
+            self.objects.let_go(name)
             return 0, False
         if self._has_no_room(wanted):
             return None, False
@@ -161,13 +164,12 @@ class SchedulerSide:
         skip, size = self._local_hits.pop(name), self._facts.space.chunk_tokens
         end, first = skip + num_external, skip // size
         keys = self._keys.keys(request, request.num_tokens)[first : -(-end // size)]
-        slots = self.index.pin(keys)
         blocks = self._blocks.tables(name, end)
         assert blocks is not None, "the engine allocated blocks for what it is to load"
         number, joins, plan = self._number(), self._joins_step, None
         if self._auto is not None:
             joins, plan = self._auto.joins(name), self._auto.planned(name, number)
-        order = LoadOrder(number, name, slots, first, blocks, end, skip, joins, plan)
+        order = self.objects.load(LoadOrder(number, name, (), first, blocks, end, skip, joins, plan), keys)
         self.book.begin(
             Work(order.number, name, Kind.LOAD, num_external * self._facts.token_bytes, not order.joins_step)
         )
@@ -187,8 +189,7 @@ class SchedulerSide:
         batch = self._blocks.take_step(output)
         for one in batch:
             self._failed.discard(one.request)
-            if self._tier is not None:
-                self._tier.forget(one.request)
+            self.objects.has_run(one.request)
         rewritten = self._blocks.rewritten(batch, self._bad_blocks)
         self._bad_blocks -= rewritten
         watched = self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
@@ -198,7 +199,7 @@ class SchedulerSide:
         return StepOrders(
             loads=loads,
             stores=tuple(order for one in batch for order in self._store(one)),
-            fetches=self._tier.take_orders() if self._tier is not None else (),
+            fetches=self.objects.take_orders(),
             cancels=cancels,
             flushes=flushes,
             num_tokens=output.total_num_scheduled_tokens,
@@ -222,7 +223,7 @@ class SchedulerSide:
         return tuple(number for number, store in self._stores.items() if store.blocks & written)
 
     def _store(self, one: Scheduled) -> list[StoreOrder]:
-        """Orders for the chunks that are complete with this step and in no slot yet."""
+        """Orders for the chunks that are complete with this step and not kept yet."""
         request = self._requests.get(one.request)
         if request is None or self._facts.refusal:
             return []
@@ -231,38 +232,29 @@ class SchedulerSide:
         if end <= first:
             return []
         keys = self._keys.keys(request, end * size)
-        if len(keys) < end or self._blocks.tables(one.request, end * size) is None:
+        blocks = self._blocks.tables(one.request, end * size)
+        if len(keys) < end or blocks is None:
             return []
         self._stored_chunks[one.request] = end
-        reserved = self.index.reserve(keys[first:])
-        if reserved is None:
+        orders = self.objects.reserve(one.request, keys[first:], first, blocks, self._number)
+        if orders is None:
             self.metrics.count("stores_without_room")
-            return []
-        place = {key: first + offset for offset, key in enumerate(keys[first:])}
-        runs: list[list[tuple[int, int, ChunkKey]]] = []
-        for key, slot in zip(reserved.keys, reserved.slots, strict=True):
-            if runs and runs[-1][-1][0] == place[key] - 1:
-                runs[-1].append((place[key], slot, key))
-            else:
-                runs.append([(place[key], slot, key)])
-        return [order for run in runs if (order := self._store_run(one.request, run)) is not None]
+        return [order for found in orders or () if (order := self._begin_store(found)) is not None]
 
-    def _store_run(self, name: str, run: list[tuple[int, int, ChunkKey]]) -> StoreOrder | None:
-        size = self._facts.space.chunk_tokens
-        chunks, slots, keys = zip(*run, strict=True)
-        skip, end = chunks[0] * size, (chunks[-1] + 1) * size
-        blocks = self._blocks.tables(name, end)
+    def _begin_store(self, order: StoreOrder) -> StoreOrder | None:
+        blocks = self._blocks.tables(order.request, order.num_tokens)
         assert blocks is not None, "they were looked at above"
         sources = {
             block
             for table, block_tokens in zip(blocks, self._facts.block_tokens, strict=True)
-            for block in table[skip // block_tokens :]
+            for block in table[order.skip_tokens // block_tokens :]
         }
         if self._facts.null_block in sources:  # a sliding window has left part of the chunk behind
-            self.index.abandon(slots)
+            self.objects.drop(order)
             return None
-        order = StoreOrder(self._number(), name, slots, chunks[0], blocks, end, skip, keys)
-        self.book.begin(Work(order.number, name, Kind.STORE, (end - skip) * self._facts.token_bytes))
+        order = replace(order, blocks=blocks)
+        num_bytes = (order.num_tokens - order.skip_tokens) * self._facts.token_bytes
+        self.book.begin(Work(order.number, order.request, Kind.STORE, num_bytes))
         self._stores[order.number] = OpenStore(order, frozenset(sources))
         return order
 
@@ -277,15 +269,11 @@ class SchedulerSide:
         if report is not None:
             if self._auto is not None:
                 self._auto.observed(report.observed)
-            self._add_slots(report.ready_slots)
             for number, end in report.stores.items():
-                if self.book.ended(number, end) is not None:
-                    self._store_ended(number, end.ok)
-            for number, end in report.puts.items():
-                self._put_ended(number, end)
-            for number, ends in report.fetches.items():
-                if self._tier is not None:
-                    self._tier.ended(number, ends, self._facts.num_ranks)
+                work = self.book.ended(number, end)
+                if work is not None:
+                    self._store_ended(number, self.book.ended_well(work))
+            self.objects.take_in(report)
         if output.finished_recving:
             output.finished_recving = self.book.received(output.finished_recving) or None
         new_bad: set[int] = set()
@@ -306,7 +294,7 @@ class SchedulerSide:
         load = self._loads.pop(work.number)
         if self._auto is not None:
             self._auto.load_ended(work.number)
-        self.index.unpin(load.order.slots)
+        self.objects.load_ended(load.order)
         if self.book.ended_well(work):
             return frozenset()
         if load.cancelled:
@@ -319,31 +307,14 @@ class SchedulerSide:
 
     def _store_ended(self, number: int, ok: bool) -> None:
         store = self._stores.pop(number)
+        self.objects.store_ended(store.order, ok=ok)
         if ok:
-            self.index.commit(store.order.slots)
-            if self._settings.file_tier is not None:  # a tier reads the slots until its put has ended
-                self.index.pin(store.order.keys)
-                self._puts[number] = (store.order.slots, Ended(0, True))
             self.metrics.count("stored_tokens", store.order.num_tokens - store.order.skip_tokens)
             return
-        self.index.abandon(store.order.slots)
         self.metrics.count("stores_dropped")
         name = store.order.request
         if name in self._stored_chunks:
             self._stored_chunks[name] = min(self._stored_chunks[name], store.order.first_chunk)
-
-    def _put_ended(self, number: int, end: Ended) -> None:
-        slots, before = self._puts[number]
-        merged = before.merged(end)
-        self._puts[number] = (slots, merged)
-        if merged.ranks == self._facts.num_ranks:
-            del self._puts[number]
-            self.index.unpin(slots)
-
-    def _add_slots(self, ready: int) -> None:
-        if ready > self._num_slots:
-            self.index.add_slots(self._num_slots, ready - self._num_slots)
-            self._num_slots = ready
 
     # ---- a request ends
 
@@ -366,25 +337,23 @@ class SchedulerSide:
             forget(name)
         for book in (self._requests, self._local_hits, self._stored_chunks):
             book.pop(name, None)
-        for part in (self._tier, self._auto):
-            if part is not None:
-                part.forget(name)
+        self.objects.forget(name)
+        if self._auto is not None:
+            self._auto.forget(name)
         return held
 
     @property
     def has_open_work(self) -> bool:
         """Whether something is in flight whose end a step must take in."""
-        return bool(self.book.num_open or self._puts or (self._tier is not None and self._tier.num_open))
+        return bool(self.book.num_open or self.objects.num_open)
 
     def reset(self) -> bool:
-        """Every readable object is forgotten; those in use are when their last user is done."""
-        self.index.discard(self.index.ready_keys())
-        return True
+        """Whether every readable object is forgotten, those in use once nobody uses them; others may share them."""
+        return self.objects.reset()
 
     def close(self) -> None:
-        """Threads end."""
-        if self._tier is not None:
-            self._tier.close()
+        """Threads and connections end."""
+        self.objects.close()
 
     def _evict(self, blocks: set[int]) -> None:
         if self._pool is not None and blocks:

@@ -34,6 +34,8 @@ LayersPerSlice: TypeAlias = "int | tuple[int, ...] | Literal['auto']"
 """0: off (chunk-major); a width; a schedule of widths; or `"auto"`."""
 
 _FORMS: Final = ("auto", "token", "block")
+_SIDES: Final = ("worker", "server")
+_SERVER_SOCKET: Final = "server.sock"
 
 
 def resolve_layers_per_slice(value: object, num_layers: int | None = None) -> LayersPerSlice:
@@ -87,7 +89,9 @@ class ConnectorSettings:
         release: when an asynchronously loaded request may run, as `lamella.reference.release.parse_release`; None: with
             its first slice. `auto` chooses it, and `use_layerwise`, itself.
         order: whose slice moves next, as `lamella.reference.ordering.parse_order`.
-        host_pool_gib: host memory for objects, each rank.
+        host_pool_gib: host memory for objects, each rank; no meaning with `server`, whose memory it is then.
+        server: folder of a running cache server (`lamella serve`) that keeps the objects; None: this process does.
+        transfer_side: with `server`, whose process moves the bytes: `worker` or `server`.
         chunk_tokens: tokens of an object; rounded down to whole blocks of the engine, at least one.
         object_form: `token`, `block`, or `auto`: block where the engine's blocks are contiguous.
         max_loads: loads in flight; a request beyond waits in the engine's queue.
@@ -117,6 +121,8 @@ class ConnectorSettings:
     release: str | None = None
     order: str = "fifo"
     host_pool_gib: float = 4.0
+    server: Path | None = None
+    transfer_side: str = "worker"
     chunk_tokens: int = 256
     object_form: str = "auto"
     max_loads: int = 8
@@ -146,7 +152,7 @@ class ConnectorSettings:
         if self.file_tier_gib is not None:
             _check_number("file_tier_gib", self.file_tier_gib, int | float)
         _check_number("bystander_weight", self.bystander_weight, int | float, least=0)
-        texts = ("order", "object_form", "salt", "carrier", "profile")
+        texts = ("order", "object_form", "salt", "carrier", "profile", "transfer_side")
         for name in texts if self.release is None else (*texts, "release"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
@@ -154,8 +160,10 @@ class ConnectorSettings:
             raise ValueError(f"object_form must be one of {', '.join(_FORMS)}, got {self.object_form!r}")
         if self.carrier not in ("event", "value"):
             raise ValueError(f"carrier must be event or value, got {self.carrier!r}")
-        if self.file_tier is not None and not isinstance(self.file_tier, Path):
-            raise TypeError(f"file_tier must be a path or None, got {self.file_tier!r}")
+        for name in ("file_tier", "server"):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), Path):
+                raise TypeError(f"{name} must be a path or None, got {getattr(self, name)!r}")
+        self._check_server()
         if self.staging_mib < 2 * self.window_mib:
             raise ValueError(f"staging_mib ({self.staging_mib}) must hold two windows of {self.window_mib} MiB")
         if self.release is not None:
@@ -167,6 +175,24 @@ class ConnectorSettings:
                     f"layers_per_slice auto chooses {name} for each request: leave {name} out, or name a width; got "
                     f"{given!r}"
                 )
+
+    def _check_server(self) -> None:
+        if self.transfer_side not in _SIDES:
+            raise ValueError(f"transfer_side must be one of {', '.join(_SIDES)}, got {self.transfer_side!r}")
+        if self.server is None:
+            if self.transfer_side != "worker":
+                raise ValueError(f"transfer_side {self.transfer_side!r} needs a server: name its folder as server")
+            return
+        if self.file_tier is not None:
+            raise ValueError(
+                f"file_tier ({self.file_tier}) and server ({self.server}): the tiers are the server's then; start it "
+                f"with --tier {self.file_tier}, and leave file_tier out"
+            )
+        if self.graph_waits:
+            raise ValueError(
+                f"graph_waits cannot wait for loads from a server ({self.server}): leave graph_waits out, and vLLM "
+                "captures piecewise graphs"
+            )
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> Self:
@@ -184,6 +210,8 @@ class ConnectorSettings:
         given = dict(values)
         if isinstance(given.get("file_tier"), str):
             given["file_tier"] = Path(given["file_tier"]).expanduser()
+        if isinstance(given.get("server"), str):
+            given["server"] = _server_folder(given["server"])
         return cls(**given)
 
     @property
@@ -224,6 +252,20 @@ class ConnectorSettings:
     def carrier_kind(self) -> Carrier:
         """The carrier as the transfer engine takes it."""
         return Carrier[self.carrier.upper()]
+
+
+def _server_folder(text: str) -> Path:
+    """The folder of a server that is named by its folder, or by its socket in it."""
+    scheme, colon, rest = text.partition("://")
+    if not colon:
+        return Path(text).expanduser()
+    if scheme != "ipc":
+        raise ValueError(
+            f"server must be the folder of a server on this host, whose memory can be mapped, got {text!r}: over "
+            f"{scheme} it can only be asked"
+        )
+    path = Path(rest)
+    return path.parent if path.name == _SERVER_SOCKET else path
 
 
 def _check_number(name: str, value: object, kind: Any, least: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The worker side: one rank's host memory, transfer engine, loads and stores, driven by vLLM's hooks.
+"""The worker side: one rank's loads and stores, driven by vLLM's hooks, whatever moves their bytes (`Mover`).
 
 It decides nothing about what is cached: slots and block tables come with each step's orders, and what has ended goes
 back with each step's report. It runs on the model runner's thread; bytes move on native threads.
@@ -7,32 +7,28 @@ back with each step's report. It runs on the model runner's thread; bytes move o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from lamella.connector.back_end import back_end_of
 from lamella.connector.cache_shapes import DescribedCaches, GroupShape, describe_caches
 from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
+from lamella.connector.mover import PoolMover, RankPlace
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.slice_width import choose_width
-from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StoreOrder
-from lamella.connector.storage.file_tier import FileTier
+from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.worker_loads import WorkerLoads
-from lamella.connector.worker_stores import WorkerStores
-from lamella.cuda_ext._execution import HostObjects
-from lamella.cuda_ext.arrival import AfterEvent, Fence
 from lamella.cuda_ext.device import Device
-from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
+from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.shared_memory import HostMemory
 from lamella.cuda_ext.slots import SlotMemory, SlotShape
-from lamella.cuda_ext.transfer import Transfer
+from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.keys import KeySpace
-from lamella.reference.ordering import parse_order
-from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice, plan_slices
 
 if TYPE_CHECKING:
@@ -40,10 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _GIB: Final = 1 << 30
-_MIB: Final = 1 << 20
 _STORE_FLUSH_S: Final = 10.0
-_GATHER_FACTOR: Final = 2.0
-"""A kernel that reads host memory slows the model's products beside it by half and more, so it has to save as much."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +49,8 @@ class RankFacts:
         tp_rank: this rank's share of the heads.
         first_layer: model layer of this stage's first.
         full_graphs: batches that are replayed as one captured graph: "", "decode" or "any".
+        engine: name of the engine, the same for all of its ranks and no other's.
+        rank, num_ranks: counted over the engine.
     """
 
     groups: tuple[GroupShape, ...]
@@ -63,6 +58,9 @@ class RankFacts:
     tp_rank: int
     first_layer: int
     full_graphs: str = ""
+    engine: str = ""
+    rank: int = 0
+    num_ranks: int = 1
 
 
 class WorkerSide:
@@ -76,7 +74,7 @@ class WorkerSide:
         engine_options: for the transfer engine, in tests.
 
     Raises:
-        ValueError: caches that no known layout fits, or a host pool too small for one object.
+        ValueError: caches that no known layout fits, a host pool too small for one object, or no server in its folder.
         LibraryMissingError, RuntimeError, OSError: no native library, no device, or no memory.
     """
 
@@ -112,25 +110,26 @@ class WorkerSide:
             tp_rank=facts.tp_rank,
             layers=(facts.first_layer, facts.first_layer + layout.num_layers),
         )
-        self.memory = self._make_memory(layout.object_bytes)
-        options: dict[str, Any] = {
-            "num_layers": layout.num_layers,
-            "staging_bytes": settings.staging_mib * _MIB,
-            "window_bytes": settings.window_mib * _MIB,
-            "in_flight_bytes": settings.in_flight_mb * 1_000_000,
-            "carrier": settings.carrier_kind,
-            "order": parse_order(settings.order),
-            "deadline_s": settings.load_deadline_s,
-            "gather_factor": _GATHER_FACTOR,
-        }
-        self.engine = TransferEngine(self._device, **(options | dict(engine_options or {})))
-        self._registered: RegisteredCache = self.engine.register_cache(layout, self.caches.engines)
+        place = RankPlace(
+            settings,
+            self._space,
+            self.caches,
+            self._device,
+            self._stream,
+            facts.engine,
+            facts.rank,
+            facts.num_ranks,
+            engine_options or {},
+        )
+        self.mover = back_end_of(settings).mover(place, self._make_memory)
+        """What moves the bytes, and knows where the objects are."""
         self._several_groups = len(facts.groups) > 1
         self._layerwise = choice.layerwise
         self._captured: CapturedWaits | None = None
         if facts.full_graphs and settings.waits_in_forward:
+            assert self.mover.engine is not None, "the settings refuse graph_waits with a server"
             self._captured = CapturedWaits(
-                self.engine,
+                self.mover.engine,
                 layout.num_layers,
                 self._stream,
                 self._is_capturing,
@@ -148,22 +147,11 @@ class WorkerSide:
             rules,
             self.metrics,
             self._several_groups,
+            self.mover.executor,
             on_landed=None if self._observations is None else self._observations.load_landed,
             captured=self._captured,
         )
-        tier: FileTier | None = None
-        if settings.file_tier is not None:
-            tier = FileTier(settings.file_tier, layout.object_bytes, max_bytes=settings.file_tier_bytes)
-        self.stores = WorkerStores(
-            self._submit_store,
-            self.slices,
-            settings.use_layerwise and choice.layerwise,
-            self.memory,
-            self._space.digest(),
-            tier,
-            settings.io_threads,
-            self.metrics,
-        )
+        self.stores = self.mover.stores(self.slices, settings.use_layerwise and choice.layerwise, self.metrics)
         self._orders = StepOrders()
         self._flushed: StepOrders | None = None
         self._received: set[str] = set()
@@ -191,13 +179,25 @@ class WorkerSide:
         return RankObjects(self._space.digest(), self.caches.layout.object_bytes)
 
     @property
+    def engine(self) -> TransferEngine | None:
+        """This process's own, where it moves the bytes."""
+        return self.mover.engine
+
+    @property
+    def memory(self) -> SlotMemory:
+        """The host pool.
+
+        Raises:
+            TypeError: the objects are kept elsewhere.
+        """
+        if not isinstance(self.mover, PoolMover):
+            raise TypeError("this rank's objects are not in a pool of its own")
+        return self.mover.memory
+
+    @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that can be used; those behind a piece that is not registered do not count."""
-        report = self.memory.report()
-        shape = self.memory.shape
-        failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
-        pieces = min(report.ready + len(report.failed), failed)
-        return min(pieces * shape.piece_slots, shape.num_slots)
+        """Slots from 0 on that the scheduler side may use."""
+        return self.mover.ready_slots
 
     # ---- the hooks, in the order of a step
 
@@ -278,7 +278,9 @@ class WorkerSide:
         return report
 
     def _take_in(self) -> None:
+        self.mover.look()
         polled = self.loads.poll()
+        self.mover.loads_ended(polled.ended)
         stores, puts, fetches = self.stores.poll()
         self._received |= polled.received
         self._failed_requests |= polled.failed
@@ -289,24 +291,8 @@ class WorkerSide:
 
     # ---- transfers
 
-    def _submit_load(self, order: LoadOrder) -> Callable[[], Transfer]:
-        fence, kept = self._fence()
-
-        def submit() -> Transfer:
-            return self.engine.submit(
-                self._registered,
-                Direction.RETRIEVE,
-                self._objects(order.first_chunk, order.slots),
-                self.caches.kernel_tables(order.blocks),
-                order.num_tokens,
-                slices=self._slices_of(order),
-                skip_tokens=order.skip_tokens,
-                null_block=0 if self._several_groups else None,
-                fence=fence,
-                on_drained=lambda: kept and None,  # the event lives as long as the transfer may wait for it
-            )
-
-        return submit
+    def _submit_load(self, order: LoadOrder) -> Callable[[], Arriving]:
+        return self.mover.load(order, self._slices_of(order))
 
     def _slices_of(self, order: LoadOrder) -> tuple[Slice, ...]:
         if order.plan is None:
@@ -314,37 +300,6 @@ class WorkerSide:
         num_layers = self.caches.layout.num_layers
         width = order.plan.width
         return plan_slices(num_layers, min(width, num_layers) if isinstance(width, int) else width)
-
-    def _submit_store(self, order: StoreOrder, slices: Sequence[Slice]) -> Transfer:
-        fence, kept = self._fence()
-        return self.engine.submit(
-            self._registered,
-            Direction.STORE,
-            self._objects(order.first_chunk, order.slots),
-            self.caches.kernel_tables(order.blocks),
-            order.num_tokens,
-            slices=slices,
-            skip_tokens=order.skip_tokens,
-            null_block=0 if self._several_groups else None,
-            fence=fence,
-            on_drained=lambda: kept and None,
-        )
-
-    def _objects(self, first_chunk: int, slots: Sequence[int]) -> HostObjects:
-        shape = self.memory.shape
-        return HostObjects((0,) * first_chunk + self.memory.addresses(slots), shape.piece_bytes, self.memory.base)
-
-    def _fence(self) -> tuple[Fence | None, object]:
-        """Behind all that the computing stream was given so far (XFER-3), and what must outlive it."""
-        if not self._device.startswith("cuda"):
-            return None, None
-        import torch
-
-        from lamella.cuda_ext.torch import event_handle
-
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(torch.device(self._device)))
-        return AfterEvent(event_handle(event)), event
 
     def _stream(self) -> int:
         if not self._device.startswith("cuda"):
@@ -370,5 +325,4 @@ class WorkerSide:
         except TimeoutError as error:
             _log.error("stores are lost: %s", error)
         self.stores.close()
-        self.engine.close()
-        self.memory.close()
+        self.mover.close()

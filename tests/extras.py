@@ -16,9 +16,12 @@ NEEDS_AN_EXTRA = {
         for name in (
             *(
                 "adapters",
+                "back_end",
                 "bench",
                 "client",
                 "connection",
+                "engine_mover",
+                "engine_objects",
                 "frames",
                 "handlers",
                 "lending",
@@ -27,7 +30,18 @@ NEEDS_AN_EXTRA = {
                 "mover",
                 "moves",
             ),
-            *("protocol", "rank", "rank_stores", "sequences", "server_side", "service", "sessions", "shapes", "tcp"),
+            *(
+                "protocol",
+                "rank",
+                "rank_mover",
+                "rank_stores",
+                "sequences",
+                "server_side",
+                "service",
+                "sessions",
+                "shapes",
+                "tcp",
+            ),
             *("wire", "worker", "worker_side"),
         )
     },

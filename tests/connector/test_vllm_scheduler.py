@@ -110,11 +110,11 @@ def test_objects_of_a_load_stay_until_it_has_ended_on_every_rank() -> None:
     side = side_of()
     stored(side, "a", 16, [1, 2, 3, 4])
     _request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
-    assert side.index.occupancy().pins == 2
+    assert side.objects.index.occupancy().pins == 2
     done(side, {"b"})
-    assert side.index.occupancy().pins == 2
+    assert side.objects.index.occupancy().pins == 2
     done(side, loads={load.number: Ended(1, True)})
-    assert side.index.occupancy().pins == 0
+    assert side.objects.index.occupancy().pins == 0
 
 
 @pytest.mark.parametrize(("status", "stays"), [("FINISHED_LENGTH_CAPPED", True), ("FINISHED_ABORTED", False)])
@@ -196,7 +196,7 @@ def test_a_store_that_was_dropped_gives_its_slots_back_and_is_tried_again() -> N
     side.allocated(request, ([1, 2, 3, 4, 5],), 0)
     (store,) = side.step_orders(output_of(("a", [1, 2, 3, 4, 5], 0, 16))).stores
     done(side, stores={store.number: Ended(1, False)})
-    assert side.index.occupancy().writing == 0
+    assert side.objects.index.occupancy().writing == 0
     (again,) = side.step_orders(output_of(("a", [], 16, 4), new=False)).stores
     assert (again.skip_tokens, again.num_tokens) == (0, 16)
 

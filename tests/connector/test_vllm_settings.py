@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,6 +90,26 @@ def test_every_other_setting_is_refused_with_its_value(values: dict[str, Any], e
 @pytest.mark.known_fault(17)
 def test_only_layer_waits_ask_for_piecewise_graphs(values: dict[str, Any], waits: bool) -> None:
     assert ConnectorSettings.from_mapping(values).waits_in_forward is waits
+
+
+@pytest.mark.parametrize("named", ["/run/lamella", "ipc:///run/lamella/server.sock", "ipc:///run/lamella"])
+def test_a_server_is_named_by_its_folder_or_its_socket(named: str) -> None:
+    assert ConnectorSettings.from_mapping({"server": named}).server == Path("/run/lamella")
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"server": "tcp://host:5570"}, "over tcp it can only be asked"),
+        ({"server": "/run/s", "file_tier": "/data"}, "start it with --tier /data"),
+        ({"server": "/run/s", "graph_waits": True}, "leave graph_waits out"),
+        ({"server": "/run/s", "transfer_side": "both"}, "one of worker, server, got 'both'"),
+        ({"transfer_side": "server"}, "name its folder as server"),
+    ],
+)
+def test_what_a_server_cannot_do_is_refused_with_the_remedy(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ConnectorSettings.from_mapping(values)
 
 
 def test_auto_takes_the_narrowest_slices_that_copy_near_the_wire() -> None:

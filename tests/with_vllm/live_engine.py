@@ -322,10 +322,10 @@ class LiveEngine:
         earlier = [one.transfer for one in self.loads if one.order.number < load.order.number]
         pending = [one for one in earlier if one is not None and not one.state.is_final]
         stopped = load.cancelled or load.failed
-        needed = self.gate.held_of_a_stopped_load if stopped else layers - load.transfer.landed()
-        needed += sum(one.num_slices - one.landed() for one in pending)
+        needed = self.gate.held_of_a_stopped_load if stopped else layers - load.transfer.query().landed
+        needed += sum(one.num_slices - one.query().landed for one in pending)
         self.gate.grant(needed)
-        self.wait_until(lambda: load.transfer.landed() >= layers or load.transfer.state.is_final)
+        self.wait_until(lambda: load.transfer.query().landed >= layers or load.transfer.state.is_final)
 
     def fail_at(self, layer: int) -> None:
         """The next load's layer of that number fails when the one before it has landed."""
@@ -366,7 +366,7 @@ class LiveEngine:
         def wait(load: Load, layer: int) -> None:
             waited.append((load.order.request, layer))
             self.wait_until(lambda: load.transfer is not None or load.submitted.done())
-            if load.transfer is not None and not load.transfer.state.is_final and load.transfer.landed() <= layer:
+            if load.transfer is not None and not load.transfer.state.is_final and load.transfer.query().landed <= layer:
                 self.land(load, layer + 1)
             original(load, layer)
 

@@ -31,9 +31,9 @@ class RepointedConnector(LamellaConnector):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         side = self._scheduler
         if (request.kv_transfer_params or {}).get("do_remote_prefill"):
-            reserved = side.index.reserve(side._keys.keys(request, request.num_tokens))
+            reserved = side.objects.index.reserve(side._keys.keys(request, request.num_tokens))
             if reserved is not None:
-                side.index.commit(reserved.slots)
+                side.objects.index.commit(reserved.slots)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:

@@ -151,13 +151,13 @@ def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]
         right.append(free.generate(tokens))
         assert right[-1].same(yardstick)
         free.forget_blocks()
-    slots = free.side.index.occupancy().ready
+    slots = free.side.objects.index.occupancy().ready
     layout = free.worker.caches.layout
     words = {2: np.uint16, 4: np.uint32}[layout.groups[0].geometry.element_bytes]
     objects = [
         np.frombuffer(free.worker.memory.buffer(slot), words).reshape(layout.num_layers, -1)
         for slot in range(free.worker.memory.shape.num_slots)
-        if slot in free.side.index._by_slot
+        if slot in free.side.objects.index._by_slot
     ]
     assert len(objects) == slots
     kept = [one.copy() for one in objects]

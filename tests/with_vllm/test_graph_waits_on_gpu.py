@@ -68,7 +68,7 @@ def leaves_nothing_behind(full: LiveEngine) -> Iterator[None]:
     full.outputs.clear()
     full.settle()
     assert full.side.book.num_held == 0
-    assert full.side.index.occupancy().pins == 0
+    assert full.side.objects.index.occupancy().pins == 0
 
 
 @contextmanager
@@ -181,8 +181,8 @@ def test_a_graph_that_waits_for_a_write_that_does_not_come_is_let_go_within_the_
             tables = worker.caches.kernel_tables(((last - 1, last),))
             slots = full.loads[0].order.slots[:1]
             more = {"slices": (Slice(0, 1),), "keys": [-1], "fence": AfterEvent(event_handle(event)), "deadline_s": 20}
-            objects = worker._objects(0, slots)
-            moves = worker.engine.retrieve(worker._registered, objects, tables, CHUNK, **more)
+            objects = worker.mover.objects(0, slots)
+            moves = worker.engine.retrieve(worker.mover.registered, objects, tables, CHUNK, **more)
             computing = torch.cuda.ExternalStream(stream) if stream else torch.cuda.default_stream()
             stuck.extend((moves, computing, event))
         return gated

@@ -31,7 +31,7 @@ def leaves_nothing_behind(engine: LiveEngine):
             engine.land(load)
     engine.outputs.clear()
     engine.settle()
-    occupancy = engine.side.index.occupancy()
+    occupancy = engine.side.objects.index.occupancy()
     assert (occupancy.pins, occupancy.writing) == (0, 0)
     assert engine.side.book.num_held == 0
     assert engine.worker.loads.bad_blocks == engine.side._bad_blocks  # what is computed anew is forgiven on both sides

@@ -1,0 +1,214 @@
+"""What is kept and where, as the scheduler side asks: `Objects`, of this process's own pool or of a cache server.
+
+find ──► load ──► load_ended          found is found until then, or until it is let go of
+reserve ──► store_ended, or drop      nobody finds what is reserved before its store has ended well
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.step_orders import BlockTables, Ended, FetchOrder, LoadOrder, StepReport, StoreOrder
+from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.cuda_ext.slot_index import SlotIndex
+from lamella.reference.keys import ChunkKey
+
+
+class Objects(Protocol):
+    """See the module. On the scheduler's thread, which none of its calls holds up for long."""
+
+    def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
+        """Every rank has said how it names its objects, and how many slots each has ready at least."""
+
+    def find(self, request: str, keys: Sequence[ChunkKey], first_wanted: int) -> int | None:
+        """How many chunks of a sequence, from chunk 0 on, can be loaded now; None: ask again later.
+
+        Args:
+            keys: of the sequence's chunks from chunk 0 on.
+            first_wanted: chunks before it are not needed, and may count as hits unseen.
+        """
+
+    def let_go(self, request: str) -> None:
+        """What was found for the request is not going to be loaded."""
+
+    def load(self, order: LoadOrder, keys: Sequence[ChunkKey]) -> LoadOrder:
+        """The order as the workers need it, for chunks that were found; they stay until `load_ended`."""
+
+    def load_ended(self, order: LoadOrder) -> None:
+        """No rank reads them any more."""
+
+    def reserve(
+        self,
+        request: str,
+        keys: Sequence[ChunkKey],
+        first_chunk: int,
+        blocks: BlockTables,
+        take_number: Callable[[], int],
+    ) -> list[StoreOrder] | None:
+        """Orders to store those of the chunks that are not kept yet; None: there is no room for them now."""
+
+    def drop(self, order: StoreOrder) -> None:
+        """The order is not given to anybody."""
+
+    def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
+        """No rank reads its blocks any more; `ok`: every rank's bytes are where they belong."""
+
+    def take_orders(self) -> tuple[FetchOrder, ...]:
+        """A step begins: what the workers are to bring behind everybody's back."""
+
+    def take_in(self, report: StepReport) -> None:
+        """What the workers said of their memory, and of fetches and puts."""
+
+    def has_run(self, request: str) -> None:
+        """The request is in a step: if it asks again, it asks anew."""
+
+    def forget(self, request: str) -> None:
+        """The request is gone."""
+
+    @property
+    def num_open(self) -> int:
+        """Things in flight of which no load or store in flight tells."""
+
+    def reset(self) -> bool:
+        """Everything readable is forgotten; whether it is."""
+
+    def close(self) -> None:
+        """Threads and connections end."""
+
+
+class PoolObjects:
+    """An index of slots that every rank has in its own memory, and the file tier behind them.
+
+    Args:
+        settings: the connector's.
+        facts: of the engine.
+    """
+
+    def __init__(self, settings: ConnectorSettings, facts: EngineFacts) -> None:
+        self._settings = settings
+        self._facts = facts
+        self.index = SlotIndex()
+        self.num_slots = 0
+        """Slots that the index knows of."""
+        self._tier: TierPrefetch | None = None
+        self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
+
+    def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
+        """As `Objects.set_ranks`."""
+        self._add_slots(ready_slots)
+        if self._settings.file_tier is not None and not self._facts.refusal:
+            self._tier = TierPrefetch(
+                self._settings.file_tier, self.index, ranks, take_number, self._settings.load_timeout_s
+            )
+
+    def find(self, request: str, keys: Sequence[ChunkKey], first_wanted: int) -> int | None:
+        """As `Objects.find`; what the pool lacks and the tier has is brought first."""
+        hits = self.index.leading_hits(keys)
+        if self._tier is not None and hits < len(keys):
+            if not self._tier.settle(request, keys[hits:]):
+                return None
+            hits = self.index.leading_hits(keys)
+        return hits
+
+    def let_go(self, request: str) -> None:
+        """As `Objects.let_go`: nothing is held before it is loaded."""
+
+    def load(self, order: LoadOrder, keys: Sequence[ChunkKey]) -> LoadOrder:
+        """As `Objects.load`."""
+        return replace(order, slots=self.index.pin(keys))
+
+    def load_ended(self, order: LoadOrder) -> None:
+        """As `Objects.load_ended`."""
+        self.index.unpin(order.slots)
+
+    def reserve(
+        self,
+        request: str,
+        keys: Sequence[ChunkKey],
+        first_chunk: int,
+        blocks: BlockTables,
+        take_number: Callable[[], int],
+    ) -> list[StoreOrder] | None:
+        """As `Objects.reserve`."""
+        reserved = self.index.reserve(keys)
+        if reserved is None:
+            return None
+        place = {key: first_chunk + offset for offset, key in enumerate(keys)}
+        runs: list[list[tuple[int, int, ChunkKey]]] = []
+        for key, slot in zip(reserved.keys, reserved.slots, strict=True):
+            if runs and runs[-1][-1][0] == place[key] - 1:
+                runs[-1].append((place[key], slot, key))
+            else:
+                runs.append([(place[key], slot, key)])
+        size = self._facts.space.chunk_tokens
+        orders = []
+        for run in runs:
+            chunks, slots, own = zip(*run, strict=True)
+            end = (chunks[-1] + 1) * size
+            orders.append(StoreOrder(take_number(), request, slots, chunks[0], blocks, end, chunks[0] * size, own))
+        return orders
+
+    def drop(self, order: StoreOrder) -> None:
+        """As `Objects.drop`."""
+        self.index.abandon(order.slots)
+
+    def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
+        """As `Objects.store_ended`."""
+        if not ok:
+            self.index.abandon(order.slots)
+            return
+        self.index.commit(order.slots)
+        if self._settings.file_tier is not None:  # a tier reads the slots until its put has ended
+            self.index.pin(order.keys)
+            self._puts[order.number] = (order.slots, Ended(0, True))
+
+    def take_orders(self) -> tuple[FetchOrder, ...]:
+        """As `Objects.take_orders`."""
+        return self._tier.take_orders() if self._tier is not None else ()
+
+    def take_in(self, report: StepReport) -> None:
+        """As `Objects.take_in`."""
+        self._add_slots(report.ready_slots)
+        for number, end in report.puts.items():
+            slots, before = self._puts[number]
+            merged = before.merged(end)
+            self._puts[number] = (slots, merged)
+            if merged.ranks == self._facts.num_ranks:
+                del self._puts[number]
+                self.index.unpin(slots)
+        for number, ends in report.fetches.items():
+            if self._tier is not None:
+                self._tier.ended(number, ends, self._facts.num_ranks)
+
+    def _add_slots(self, ready: int) -> None:
+        if ready > self.num_slots:
+            self.index.add_slots(self.num_slots, ready - self.num_slots)
+            self.num_slots = ready
+
+    def has_run(self, request: str) -> None:
+        """As `Objects.has_run`."""
+        if self._tier is not None:
+            self._tier.forget(request)
+
+    def forget(self, request: str) -> None:
+        """As `Objects.forget`."""
+        self.has_run(request)
+
+    @property
+    def num_open(self) -> int:
+        """As `Objects.num_open`: puts and fetches."""
+        return len(self._puts) + (self._tier.num_open if self._tier is not None else 0)
+
+    def reset(self) -> bool:
+        """As `Objects.reset`; those in use are forgotten when their last user is done."""
+        self.index.discard(self.index.ready_keys())
+        return True
+
+    def close(self) -> None:
+        """As `Objects.close`."""
+        if self._tier is not None:
+            self._tier.close()
