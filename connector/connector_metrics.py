@@ -32,7 +32,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "auto_early": "Requests for which auto chose to load slice by slice and to start early",
     "auto_sync": "Requests for which auto chose to join the next step and to wait there, layer by layer",
     "auto_off": "Requests whose hit auto chose to compute again",
-    "auto_turns": "Loads that could be released and were left for a later step, so as not to delay those of the next one",
+    "auto_turns": "Loads that could be released and were left for a later step, not to delay the next",
     "flush_waits": "Steps that waited for a store before its blocks were written again",
 }
 """Every counter, with the sentence that explains it."""
