@@ -196,6 +196,7 @@ class Engine(StepRunner):
         busy, self._step_ended = self._step_ended and self._settings.steps_ahead, False
         now = self._clock.now_ns
         self._delay_ns = self._settings.start_delay_ns
+        self._ahead_ns = now - self._before_ns if busy else 0
         self._prompt_delay_ns = 0
         if self._loads.delay_inputs():
             self._queue_inputs(now, busy)

@@ -51,7 +51,8 @@ class EngineSettings:
             `steps_ahead` the worker looks for landed layers behind it, at the beginning of the step before.
         submit_ns: what each submission costs the engine's thread; the step formed at that poll begins so much later.
         steps_ahead: whether the next step is scheduled while one runs (vLLM's asynchronous scheduling): what becomes
-            ready while the engine is busy joins later by `LOAD_LAG_POLLS` or `ARRIVAL_LAG_POLLS`.
+            ready while the engine is busy joins later by `LOAD_LAG_POLLS` or `ARRIVAL_LAG_POLLS`, and what its
+            joining costs the host is worked off meanwhile.
         kv_blocks: blocks of the engine's cache; None: enough. A request holds those of its whole prompt from its
             submission on, and grows while it decodes; the youngest that runs loses its blocks if there are no more.
         block_tokens: tokens in a block.

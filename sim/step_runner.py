@@ -69,6 +69,7 @@ class StepRunner(ABC):
         self._poll_scheduled = False
         self._step_ended = False  # the next poll is the end of a step
         self._inputs_ns = 0  # the prompts that join the step that is scheduled ahead are there by then
+        self._ahead_ns = 0  # the host has worked for so long already on the step that the present poll forms
         self._prompt_delay_ns = 0  # so much later a step that is formed at the present poll begins if a request joins
         self._before_ns = 0  # when that step began: the boundary before
         self._occupied_ns = 0  # the engine's thread admits requests until then
@@ -114,10 +115,12 @@ class StepRunner(ABC):
 
     def _begin_step(self, taken: list[tuple[Job, Chunk]]) -> None:
         now, scheduler = self._clock.now_ns, self._scheduler
-        delay = self._delay_ns
+        start_delay = self._settings.start_delay_ns
+        host = self._delay_ns - start_delay
         for job, chunk in taken:
             if chunk.first_token == 0 and job.first_started_ns < 0:
-                delay += job.request.host_ns
+                host += job.request.host_ns
+        delay = start_delay + max(0, host - self._ahead_ns)
         if any(chunk.first_token == 0 for _, chunk in taken):
             delay = max(delay, self._prompt_delay_ns)  # the host works on the step meanwhile
         start = now + delay

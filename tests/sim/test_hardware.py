@@ -228,6 +228,15 @@ def test_submissions_and_joining_requests_keep_the_engines_thread_busy() -> None
     assert first.started_ns == 6 + 9
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_an_engine_that_schedules_ahead_works_on_a_joining_request_while_the_step_before_runs(ahead: bool) -> None:
+    busy, settings = Request(0, 1, output_tokens=400), EngineSettings(steps_ahead=ahead)
+    for host_ns in (5, 500):
+        (_, other), world = run((0, busy), (333, Request(0, 1, host_ns=host_ns)), settings=settings)
+        seen, joins = [step.end_ns for step in world.steps if step.end_ns >= 333][:2]
+        assert other.started_ns == (max(joins, seen + host_ns) if ahead else seen + host_ns)
+
+
 def test_an_engine_that_admits_requests_itself_polls_only_afterwards_and_one_request_after_another() -> None:
     settings = EngineSettings(admits_itself=True)
     decoding, first, second = run(

@@ -19,7 +19,9 @@ from lamella.sim.validate import Split, Validation, judge, validate
 from recorded_run import ARMS, cell, engine_row, recorded_lines, repeat_row, request_row
 
 DEVICE = Device(load_profile())
-TRUE = Overheads(step_ns=700_000, gated_step_ns=400_000, launch_ns=3_000_000, first_slice_ns=500_000, join_ns=2_000_000)
+TRUE = Overheads(
+    step_ns=2_000_000, gated_step_ns=400_000, launch_ns=3_000_000, first_slice_ns=500_000, join_ns=6_000_000
+)
 CELLS = [cell("a", 1), cell("b", 3), cell("c", 3, new=2048), cell("d", 1, new=256)]
 SPLIT = Split(("a", "b"), ("c", "d"))
 
