@@ -71,6 +71,8 @@ class Engine:
         graphs, extra = ARMS[arm]
         options: dict[str, Any] = {"compilation_config": {"cudagraph_mode": graphs}} if graphs else {}
         if extra is not None:
+            if extra.get("graph_waits"):
+                os.environ["LAMELLA_TRY_GRAPH_WAITS"] = "1"
             options["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="LamellaConnector",
                 kv_connector_module_path="lamella.connector.vllm",

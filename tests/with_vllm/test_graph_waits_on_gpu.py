@@ -8,6 +8,7 @@ beforehand, so a layer read early shows.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 
+from lamella.connector.vllm_engine import TRY_GRAPH_WAITS
 from lamella.cuda_ext.arrival import AfterEvent
 from lamella.cuda_ext.torch import event_handle
 from lamella.reference.plan import Direction
@@ -42,6 +44,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     )
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    os.environ[TRY_GRAPH_WAITS] = "1"
     live = LiveEngine(
         model,
         {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import COUNTERS, TIMES
 from lamella.connector.step_orders import StepOrders
 from lamella.connector.vllm import LamellaConnector
+from lamella.connector.vllm_engine import TRY_GRAPH_WAITS, check_engine
+from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.vllm_stats import LamellaStats
 from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
 
@@ -185,6 +188,20 @@ def test_a_replay_is_known_by_its_context(
     monkeypatch.setattr(engine.worker.loads, "_orders", StepOrders(num_tokens=1))
     engine.connector.start_load_kv(SimpleNamespace(**context))
     assert engine.worker.loads._replayed == replays
+
+
+def test_waits_inside_full_graphs_are_refused_until_they_are_asked_for_by_name(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ConnectorSettings(layers_per_slice=1, graph_waits=True)
+    config = copy(engine.llm.llm_engine.vllm_config)
+    config.compilation_config = copy(config.compilation_config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+    monkeypatch.delenv(TRY_GRAPH_WAITS, raising=False)
+    with pytest.raises(ValueError, match="has not been shown right on a GPU"):
+        check_engine(config, settings)
+    monkeypatch.setenv(TRY_GRAPH_WAITS, "1")
+    check_engine(config, settings)
 
 
 def test_below_another_connector_it_is_refused_at_start_with_what_to_do(
