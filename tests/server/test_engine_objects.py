@@ -31,6 +31,7 @@ from lamella.reference.slices import plan_slices
 from lamella.server.back_end import ServerBackEnd
 from lamella.server.engine_mover import EngineMover
 from lamella.server.engine_objects import ANSWER_S, EngineObjects
+from lamella.server.protocol import TransferSide
 from rank_driver import BLOCK, CHUNK, WAIT_S, RankMemory, ServerProcess, serving
 
 try:
@@ -61,10 +62,10 @@ class Request:
 class Rank:
     """A rank's half, as the worker side drives it."""
 
-    def __init__(self, folder: Path, engine: str, rank: int, num_ranks: int) -> None:
+    def __init__(self, folder: Path, engine: str, rank: int, num_ranks: int, side: str = "worker") -> None:
         self.memory = RankMemory(num_layers=8, heads=4 // num_ranks, tp_rank=rank, tp_size=num_ranks)
         caches = DescribedCaches(self.memory.layout, self.memory.engines, {}, ((BLOCK, BLOCK),), "THD")
-        settings = settings_of(folder)
+        settings = replace(settings_of(folder), transfer_side=side)
         place = RankPlace(settings, self.memory.space, caches, "cpu", lambda: 0, engine, rank, num_ranks, {})
         mover = ServerBackEnd().mover(place, lambda size: pytest.fail("it has no memory of its own"))
         assert isinstance(mover, EngineMover)
@@ -360,6 +361,16 @@ def more(engine: Engine, loads: dict[int, Ended], stores: dict[int, Ended]) -> b
     loads.update(report.loads)
     stores.update(report.stores)
     return False
+
+
+def test_a_server_that_cannot_open_the_caches_leaves_the_moving_to_the_worker_and_says_why(
+    server: ServerProcess, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As vLLM's caches on a CPU, which lie in no shared memory."""
+    rank = Rank(server.folder, "engine", 0, 1, side="server")
+    assert rank.mover.transfer_side is TransferSide.WORKER
+    assert "this process moves the bytes, not the server" in caplog.text
+    rank.close()
 
 
 def test_no_server_is_an_error_that_says_what_to_start(tmp_path: Path) -> None:
