@@ -14,12 +14,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
+from lamella.connector.at_once import AtOnce
 from lamella.connector.step_orders import BlockTables, LoadOrder, StoreOrder
 from lamella.cuda_ext.arrival_board import ArrivalSlot, BoardPlace, LayerArrivalPool
 from lamella.cuda_ext.peer_memory import PeerEvent
@@ -295,7 +296,7 @@ class PendingLoad:
             self._drop()
 
 
-class Beginning(Executor):
+class Beginning(AtOnce):
     """Begins loads at once, on the caller's thread, but those that must first wait for the server, on its own."""
 
     def __init__(self) -> None:
@@ -303,14 +304,8 @@ class Beginning(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As `Executor.submit`."""
-        if not (isinstance(fn, PendingLoad) and fn.is_prompt):
-            return self._thread.submit(fn, *args, **kwargs)
-        done: Future[Any] = Future()
-        try:
-            done.set_result(fn())
-        except Exception as refused:
-            done.set_exception(refused)
-        return done
+        is_prompt = isinstance(fn, PendingLoad) and fn.is_prompt
+        return super().submit(fn, *args, **kwargs) if is_prompt else self._thread.submit(fn, *args, **kwargs)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """As `Executor.shutdown`."""
