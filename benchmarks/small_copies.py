@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""What an inference engine's own copies wait beside a transfer.
+"""What an inference engine's own copies wait beside a transfer, and what letting them in costs the transfer.
 
   small_copies.py [OUT.json] [--device cuda:0] [--repeats 9]
 
-For each `window_bytes` and bound on windows in flight: a 1 GiB retrieve and a 1 GiB store at width 1, against one raw
-pinned copy of the same turn; and, one after another on a stream of the default priority while such a transfer
-runs, copies of 4 KiB, 64 KiB and 256 KiB in either direction. A copy that is served only after the transfer's end shows
-as one wait as long as the transfer. Needs a GPU and torch.
+For each carrier, `window_bytes` and `turn_bytes` of the transfer engine: a 1 GiB retrieve and a 1 GiB store at width 1,
+against one raw pinned copy taken beside it; and, one after another on a stream of the default priority while such a
+transfer runs, copies of 4 KiB, 64 KiB and 256 KiB in either direction. A copy that is served only after the transfer's
+end shows as one wait as long as the transfer. Needs a GPU and torch.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from lamella.cuda_ext.arrival import Carrier
 from lamella.cuda_ext.bench_cases import MAIN_SHAPES
 from lamella.cuda_ext.bench_transfer import BenchSettings, TransferBench
 from lamella.cuda_ext.device import Device
@@ -34,9 +36,8 @@ SCHEMA_VERSION = 1
 CHECKOUT = Path(__file__).parents[1]
 NUM_BYTES = 1 << 30
 SIZES = (4 << 10, 64 << 10, 256 << 10)
-WINDOWS_MIB = (4, 8, 16)
-IN_FLIGHT = (1, 2, 6)
-"""Windows."""
+TURNS_MIB = (0, 16, 32, 64)
+WINDOWS_MIB = (8, 16)
 WARM_UP = 2
 
 
@@ -117,23 +118,23 @@ def main() -> int:
     small = Small(args.device)
     with TransferBench(device, MAIN_SHAPES[0], NUM_BYTES, BenchSettings(), shuffled_slots=False) as bench:
         bench.check(Direction.RETRIEVE)
-        for window in WINDOWS_MIB:
-            for in_flight in IN_FLIGHT:
-                with TransferEngine(
-                    args.device, window_bytes=window << 20, in_flight_bytes=in_flight * window << 20, gather_factor=0
-                ) as engine:
-                    taken = ratios(bench, engine, args.repeats)
-                    beside = list(waits(bench, engine, small))
-                rows.append({"window_mib": window, "in_flight": in_flight, "ratio_to_raw": taken, "waits": beside})
-                print(
-                    f"window {window:2} MiB, {in_flight} in flight: "
-                    + ", ".join(f"{name} {statistics.median(values):.3f}" for name, values in taken.items())
-                    + " of raw; longest wait ms "
-                    + ", ".join(
-                        f"{one.transfer[0]}/{one.copy[0]}{one.num_bytes >> 10}K {one.longest_ms:.2f}" for one in beside
-                    ),
-                    flush=True,
-                )
+        for carrier, window, turn in product(Carrier, WINDOWS_MIB, TURNS_MIB):
+            with TransferEngine(
+                args.device, window_bytes=window << 20, turn_bytes=turn << 20, carrier=carrier, gather_factor=0
+            ) as engine:
+                taken = ratios(bench, engine, args.repeats)
+                beside = list(waits(bench, engine, small))
+            row = {"carrier": carrier.name.lower(), "window_mib": window, "turn_mib": turn}
+            rows.append({**row, "ratio_to_raw": taken, "waits": beside})
+            print(
+                f"{carrier.name.lower()}, window {window:2} MiB, turn {turn:2} MiB: "
+                + ", ".join(f"{name} {statistics.median(values):.3f}" for name, values in taken.items())
+                + " of raw; longest wait ms "
+                + ", ".join(
+                    f"{one.transfer[0]}/{one.copy[0]}{one.num_bytes >> 10}K {one.longest_ms:.2f}" for one in beside
+                ),
+                flush=True,
+            )
     if args.out:
         document = {
             "schema_version": SCHEMA_VERSION,

@@ -70,6 +70,7 @@ class RankPlace:
             "num_layers": self.caches.layout.num_layers,
             "staging_bytes": settings.staging_mib * _MIB,
             "window_bytes": settings.window_mib * _MIB,
+            "turn_bytes": settings.turn_mib * _MIB,
             "in_flight_bytes": settings.in_flight_mb * 1_000_000,
             "carrier": settings.carrier_kind,
             "order": parse_order(settings.order),

@@ -105,7 +105,7 @@ class ConnectorSettings:
         carrier: `event` or `value`, how streams learn of landings (CUDA).
         graph_waits: layers' waits are captured into full CUDA graphs too, which vLLM then keeps, and a load has
             `wait_timeout_s` in all; no meaning where no layer waits.
-        staging_mib, window_mib, in_flight_mb: bounds of the transfer engine, see `TransferEngine`.
+        staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
         profile: what `auto` knows of the device before it has observed any: a shipped profile, or a file that
             `lamella calibrate` wrote.
         bystander_weight: for `auto`, how much a ns for which a decoding request stands still counts against a ns of
@@ -137,6 +137,7 @@ class ConnectorSettings:
     graph_waits: bool = False
     staging_mib: int = 64
     window_mib: int = 16
+    turn_mib: int = 32
     in_flight_mb: int = 55
     profile: str = "h200-llama-3.1-8b"
     bystander_weight: float = BYSTANDER_WEIGHT
@@ -147,6 +148,7 @@ class ConnectorSettings:
                 raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("chunk_tokens", "max_loads", "io_threads", "staging_mib", "window_mib", "in_flight_mb"):
             _check_number(name, getattr(self, name), int)
+        _check_number("turn_mib", self.turn_mib, int, least=0)
         for name in ("host_pool_gib", "max_load_gib", "load_timeout_s", "wait_timeout_s"):
             _check_number(name, getattr(self, name), int | float)
         if self.file_tier_gib is not None:

@@ -53,6 +53,7 @@ class EngineOptionsStruct(Structure):
         ("staging_bytes", c_int64),
         ("window_bytes", c_int64),
         ("in_flight_bytes", c_int64),
+        ("turn_bytes", c_int64),
         ("batch_entries", c_int32),
         ("kernel_ctas", c_int32),
         ("avoid_kernels", c_int32),

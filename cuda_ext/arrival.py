@@ -33,7 +33,11 @@ class Carrier(enum.Enum):
     """What tells a stream that a slice has landed."""
 
     EVENT = 0
+    """An event a slice. A stream can wait only for slices that were enqueued, so the caller may wait first."""
+
     VALUE = 1
+    """A word in memory. A stream, or a captured graph, can wait for slices that are not enqueued yet; not a stream of
+    the highest priority, whose hardware queue the transfer's copies may share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,16 @@ class GraphWaits:
     """
 
     def __init__(self, engine: TransferEngine) -> None:
+        """Of `engine`, whose carrier must be `Carrier.VALUE`: copies of another kind can be queued behind a wait.
+
+        Raises:
+            ValueError: an engine with another carrier.
+        """
+        if engine.carrier is not Carrier.VALUE:
+            raise ValueError(
+                f"graphs wait for words, and this engine's carrier is {engine.carrier.name.lower()}: make it with "
+                "carrier=Carrier.VALUE"
+            )
         self._engine = engine
 
     def wait(self, layer: int, stream: int) -> None:

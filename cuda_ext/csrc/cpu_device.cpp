@@ -1,4 +1,4 @@
-// The CPU as the engine's device (DESIGN D9): a thread a lane stands for its streams, host memory for both sides.
+// The CPU as the engine's device: a thread a lane stands for its streams, host memory for both sides.
 //
 // It is asynchronous like the real one: issue() only enqueues, marks are reached later and in order. So the whole of
 // the engine, its cancels, fences, failures and time-outs, runs and is tested on a machine without a GPU.

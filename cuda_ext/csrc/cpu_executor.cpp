@@ -1,4 +1,4 @@
-// Executes a transfer on host memory: the CPU is a device like any other (DESIGN D9).
+// Executes a transfer on host memory: the CPU is a device like any other.
 //
 //   LM_DIRECT   object <-> blocks, runs as long as both sides keep them contiguous
 //   LM_STAGED   object <-> staging window <-> blocks: what the CUDA engine does, with memcpy for the copy engine and

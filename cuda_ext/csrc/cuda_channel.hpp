@@ -1,11 +1,19 @@
-// A lane's two streams on a CUDA device: one for copy engines, one for kernels, both of high priority.
+// A lane's streams on a CUDA device: for copy engines two that take turns, and one for kernels.
 //
 //   retrieve   copy stream: object -> slot, event ─► kernel stream: slot -> blocks, count, mark
 //   store      kernel stream: blocks -> slot, event ─► copy stream: slot -> object, count, mark
 //   direct     copy stream alone: object <-> blocks, count, mark. Nothing touches the kernel stream, because another
-//              process's kernels would hold it up by a time slice (EVIDENCE §5)
+//              process's kernels would hold it up by a time slice
 //
 // A slot is used again only after its window's mark was reached, so copies need not wait for scatters.
+//
+// A copy engine stays with a stream as long as that has work. A lane that always has some would keep the inference
+// engine's own small copies, and with them its whole step, back until the last slice. So after `turn_bytes` the other
+// copy stream goes on, behind the first one's last copy, and the copy engine looks around meanwhile.
+//
+// Streams of one priority share hardware queues, and a copy queued behind a stream that waits for a word never comes if
+// the word follows it. So where streams wait for words, the copies have the kernels' high priority, which such a stream
+// must not have; else the default priority, as the engine's own copies.
 #pragma once
 
 #include <cuda.h>
@@ -39,7 +47,11 @@ class CudaChannel final : public Channel {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    LM_REQUIRE(cudaStreamCreateWithPriority(&copy_, cudaStreamNonBlocking, greatest));
+    const int priority = options_.carrier == LM_CARRIER_VALUE ? greatest : least;
+    for (cudaStream_t& stream : copies_) {
+      LM_REQUIRE(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+    }
+    copy_ = copies_[0];
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
   }
@@ -47,7 +59,7 @@ class CudaChannel final : public Channel {
   ~CudaChannel() override {
     try {
       const Context::Scope scope(*context_);
-      cudaStreamDestroy(copy_);
+      for (const cudaStream_t stream : copies_) cudaStreamDestroy(stream);
       cudaStreamDestroy(kernel_);
       cudaEventDestroy(joint_);
       clock_.reset();
@@ -101,6 +113,7 @@ class CudaChannel final : public Channel {
  private:
   void enqueue(Window& window) {
     Transfer& transfer = *window.transfer;
+    take_turns(window.num_bytes);
     auto mark = new_mark(window.alone);
     const bool direct = window.method == LM_COPY_DIRECT_BATCH;
     const bool staged = is_staged(window.method);
@@ -124,6 +137,16 @@ class CudaChannel final : public Channel {
     if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
     window.mark = mark;
+  }
+
+  void take_turns(std::int64_t num_bytes) {
+    if (options_.turn_bytes > 0 && carried_bytes_ >= options_.turn_bytes) {
+      const cudaStream_t other = copies_[copy_ == copies_[0] ? 1 : 0];
+      join(copy_, other);
+      copy_ = other;
+      carried_bytes_ = 0;
+    }
+    carried_bytes_ += num_bytes;
   }
 
   static void wait_for_fence(const Transfer& transfer, cudaStream_t stream) {
@@ -245,7 +268,9 @@ class CudaChannel final : public Channel {
   const lm_direction direction_;
   const lm_engine_options options_;
   std::shared_ptr<Events> marks_;
-  cudaStream_t copy_ = nullptr;
+  cudaStream_t copies_[2] = {};
+  cudaStream_t copy_ = nullptr;     // whose turn it is
+  std::int64_t carried_bytes_ = 0;  // in this turn
   cudaStream_t kernel_ = nullptr;
   cudaEvent_t joint_ = nullptr;
   std::shared_ptr<DeviceClock> clock_;

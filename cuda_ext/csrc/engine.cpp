@@ -26,6 +26,7 @@ void check_options(const lm_engine_options& o) {
   refuse_unless(o.staging_bytes / 4 >= o.window_bytes, "staging_bytes must hold 4 windows, 2 for each direction",
                 o.staging_bytes);
   refuse_unless(o.in_flight_bytes >= 1, "in_flight_bytes must be at least 1", o.in_flight_bytes);
+  refuse_unless(o.turn_bytes >= 0, "turn_bytes must not be negative", o.turn_bytes);
   refuse_unless(o.batch_entries >= 1, "batch_entries must be at least 1", o.batch_entries);
   refuse_unless(o.kernel_ctas >= 1, "kernel_ctas must be at least 1", o.kernel_ctas);
   refuse_unless(o.rates.num_points >= 1, "rates need at least 1 point", o.rates.num_points);

@@ -1,7 +1,7 @@
 // The words that captured graphs wait on: one a layer, 0 when nothing that a step must wait for is outstanding.
 //
 // A wait inside a graph has a constant operand, so it cannot name a transfer; the word says "pending" for all of them
-// together (EVIDENCE §7). Marks and clears are enqueued in one queue's order, because a clear from the host could
+// together. Marks and clears are enqueued in one queue's order, because a clear from the host could
 // overtake the mark of a younger transfer. Only the watchdog writes from the host, when that queue may be stuck.
 //
 // Invariant: a word whose layer is outstanding in some gate reads 1 from the gate's mark on; the queue's last write

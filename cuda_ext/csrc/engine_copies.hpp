@@ -1,4 +1,4 @@
-// Which copies a window needs, coalesced: runs that touch become one, rows of one stride become a 2-D copy (DESIGN D2).
+// Which copies a window needs, coalesced: runs that touch become one, rows of one stride become a 2-D copy.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct CopyJob {
   std::int64_t registered_piece_bytes;
 };
 
-// Joins runs as they are added. A joined run never crosses a seam of the host memory's registration (SPEC B2).
+// Joins runs as they are added. A joined run never crosses a seam of the host memory's registration.
 class CopyList {
  public:
   CopyList(bool to_host, bool merge_rows, std::uint64_t registered_base, std::int64_t registered_piece_bytes)

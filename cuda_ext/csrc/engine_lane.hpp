@@ -1,5 +1,5 @@
 // One direction's lane: a native thread that takes the most urgent slice, issues it window by window, and keeps a
-// bounded number of bytes in flight (DESIGN D5).
+// bounded number of bytes in flight.
 //
 // Order: among transfers whose next slice has not begun, the smallest (key of that slice, sequence); a slice that began
 // is finished first (ORD-2). A cancel takes effect between windows. The thread never blocks in the device: it sleeps

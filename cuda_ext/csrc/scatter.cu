@@ -1,7 +1,7 @@
 // The kernels: pieces between the engine's paged blocks and a dense side; what a thread does is in items.cuh.
 //
 // Grids are short and wide: an item is a few loads and stores a thread, and beside a busy engine many small thread
-// blocks finish sooner than few long ones (EVIDENCE §4).
+// blocks finish sooner than few long ones.
 #include "scatter.hpp"
 
 #include <cuda_runtime.h>

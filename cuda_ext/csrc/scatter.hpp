@@ -15,7 +15,7 @@ struct CUstream_st;
 namespace lamella {
 
 // Between a window's staging images at `staging` and the engine's blocks. All pieces are of `target`'s group; a store
-// fills the images from the blocks. `num_ctas` bounds the grid; 0 picks short and wide (EVIDENCE §4).
+// fills the images from the blocks. `num_ctas` bounds the grid; 0 picks short and wide.
 // Throws CudaError.
 void scatter_staged(const KernelGroup& target, const Piece* pieces, std::int64_t num_pieces, std::uint64_t staging,
                     lm_direction direction, std::int32_t num_ctas, CUstream_st* stream);

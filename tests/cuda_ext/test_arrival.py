@@ -45,7 +45,7 @@ def _gate(engine: TransferEngine, transfer: Transfer) -> None:
 
 def test_gated_layers_are_pending_until_they_land_and_no_reader_comes_early() -> None:
     small = SmallCache()
-    with small_engine(small, paced=True, in_flight_bytes=1) as (engine, cache):
+    with small_engine(small, carrier=Carrier.VALUE, paced=True, in_flight_bytes=1) as (engine, cache):
         waits = GraphWaits(engine)
         assert _pending(engine) == [0] * 6
         transfer = retrieve(engine, cache, small)  # four windows a layer, one of them in flight
@@ -75,7 +75,7 @@ def test_gated_layers_are_pending_until_they_land_and_no_reader_comes_early() ->
 def test_without_the_gate_a_reader_comes_early() -> None:
     """The control of the test above."""
     small = SmallCache()
-    with small_engine(small, paced=True) as (engine, cache):
+    with small_engine(small, carrier=Carrier.VALUE, paced=True) as (engine, cache):
         transfer = retrieve(engine, cache, small)
         GraphWaits(engine).wait(5, 0)
         assert not small.layer_holds(5, 64)
@@ -87,7 +87,8 @@ def test_a_layer_stays_pending_until_the_last_gated_transfer_has_it() -> None:
     small = SmallCache()
     tables = np.arange(16), np.arange(16, 32)
     # One window a slice and one in flight, so that grants say which slice lands next.
-    with small_engine(small, paced=True, window_bytes=1 << 14, in_flight_bytes=1) as (engine, cache):
+    one_window = {"window_bytes": 1 << 14, "in_flight_bytes": 1}
+    with small_engine(small, carrier=Carrier.VALUE, paced=True, **one_window) as (engine, cache):
         waits = GraphWaits(engine)
         fence = HostFence()
         blocker = retrieve(engine, cache, small, 4, table=np.array([9]), width=6, keys=(-1,), fence=fence)
@@ -118,7 +119,7 @@ def test_a_layer_stays_pending_until_the_last_gated_transfer_has_it() -> None:
 @pytest.mark.parametrize("how", ["cancel", "failure", "deadline", "close"])
 def test_a_gated_transfer_that_ends_early_holds_nobody_back(how: str) -> None:
     small = SmallCache()
-    with small_engine(small, paced=True, in_flight_bytes=1) as (engine, cache):
+    with small_engine(small, carrier=Carrier.VALUE, paced=True, in_flight_bytes=1) as (engine, cache):
         words = [engine.pending_word(layer) for layer in range(6)]
         if how == "failure":
             engine.plant_fault(Direction.RETRIEVE, 20)
@@ -142,7 +143,7 @@ def test_a_gated_transfer_that_ends_early_holds_nobody_back(how: str) -> None:
 
 def test_gating_what_has_landed_marks_nothing() -> None:
     small = SmallCache()
-    with small_engine(small) as (engine, cache):
+    with small_engine(small, carrier=Carrier.VALUE) as (engine, cache):
         transfer = retrieve(engine, cache, small)
         transfer.wait(WAIT_S)
         GraphWaits(engine).gate(transfer, 0)
@@ -158,7 +159,7 @@ def test_gating_what_has_landed_marks_nothing() -> None:
 )
 def test_whatever_is_gated_and_cancelled_no_word_stays_pending(actions: list[tuple[int, str]], width: int) -> None:
     small = SmallCache()
-    with small_engine(small, paced=True, in_flight_bytes=2048) as (engine, cache):
+    with small_engine(small, carrier=Carrier.VALUE, paced=True, in_flight_bytes=2048) as (engine, cache):
         waits = GraphWaits(engine)
         transfers = [
             retrieve(engine, cache, small, 32, table=np.arange(8 * i, 8 * i + 8), width=width) for i in range(4)
@@ -184,6 +185,11 @@ def test_whatever_is_gated_and_cancelled_no_word_stays_pending(actions: list[tup
             thread.join(WAIT_S)
             assert not thread.is_alive()
         _until(lambda: _pending(engine) == [0] * 6, "a word stayed pending")
+
+
+def test_graphs_wait_only_for_an_engine_whose_words_cannot_be_queued_behind_them() -> None:
+    with small_engine(SmallCache()) as (engine, _), pytest.raises(ValueError, match="carrier is event: make it with"):
+        GraphWaits(engine)
 
 
 # ---- the count

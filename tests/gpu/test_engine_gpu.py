@@ -188,7 +188,7 @@ def _captured(engine: TransferEngine, paged: Paged, stream: Any, *, waits: bool)
 def test_a_graph_replayed_a_hundred_times_reads_no_layer_early(paged: Paged) -> None:
     stream = torch.cuda.Stream()
     random = np.random.default_rng(11)
-    with _engine() as engine:
+    with _engine(Carrier.VALUE) as engine:
         cache = engine.register_cache(paged.layout, paged.engines)
         graph = _captured(engine, paged, stream, waits=True)
         gated_late = 0
@@ -209,7 +209,7 @@ def test_a_graph_replayed_a_hundred_times_reads_no_layer_early(paged: Paged) -> 
 def test_a_graph_without_waits_reads_layers_early(paged: Paged) -> None:
     stream = torch.cuda.Stream()
     paged.reset()
-    with _engine() as engine:
+    with _engine(Carrier.VALUE) as engine:
         cache = engine.register_cache(paged.layout, paged.engines)
         graph = _captured(engine, paged, stream, waits=False)
         paged.reset()
@@ -224,7 +224,7 @@ def test_a_graph_without_waits_reads_layers_early(paged: Paged) -> None:
 @pytest.mark.parametrize("how", ["cancel", "failure"])
 def test_a_graph_does_not_hang_on_a_gated_transfer_that_ends_early(paged: Paged, how: str) -> None:
     stream = torch.cuda.Stream()
-    with _engine() as engine:
+    with _engine(Carrier.VALUE) as engine:
         cache = engine.register_cache(paged.layout, paged.engines)
         graph = _captured(engine, paged, stream, waits=True)
         for turn in range(10):

@@ -113,13 +113,13 @@ def _trial() -> Trial:
     return Trial(TransferCase((cache,), ObjectForm.TOKEN, 64, (request,), Direction.RETRIEVE, 1, staging_bytes=1 << 18))
 
 
-@pytest.fixture(params=Carrier, ids=lambda carrier: carrier.name.lower())
-def replay(request: pytest.FixtureRequest) -> Iterator[Replay]:
+@pytest.fixture
+def replay() -> Iterator[Replay]:
     trial = _trial()
     with (
         PlacedTrial(Device("cuda:0"), trial) as placed,
         TransferEngine(
-            "cuda:0", num_layers=LAYERS, staging_bytes=1 << 20, window_bytes=1 << 17, carrier=request.param
+            "cuda:0", num_layers=LAYERS, staging_bytes=1 << 20, window_bytes=1 << 17, carrier=Carrier.VALUE
         ) as engine,
     ):
         yield Replay(engine, placed, trial)

@@ -74,7 +74,7 @@ LM_HD std::int64_t row_bytes(const Group& g) { return g.chunk_tokens * hidden_by
 LM_HD std::int64_t plane_bytes(const Group& g) { return g.block_tokens * hidden_bytes(g); }
 // One block, one layer, every kv.
 LM_HD std::int64_t block_bytes(const Group& g) { return g.kv * plane_bytes(g); }
-// ---- layers (SPEC B1): the engine is addressed at layer_offset + slot, staging by slot
+// ---- layers: the engine is addressed at layer_offset + slot, staging by slot
 
 LM_HD LayerSelector selector_of(const Piece& p) { return {p.first_layer, p.num_layers}; }
 LM_HD std::int32_t staged_layers(const Group& g, LayerSelector s) {
@@ -147,7 +147,7 @@ LM_HD std::int64_t staged_block(const Group& g, std::int64_t piece_tokens, std::
   return (slot * blocks_for(g, piece_tokens) + block) * block_bytes(g);
 }
 
-// ---- a piece's ranges of the object, in the order in which they fill its staging image (SPEC B2)
+// ---- a piece's ranges of the object, in the order in which they fill its staging image
 
 LM_HD bool covers_chunk(const Group& g, const Piece& p) { return p.num_tokens == g.chunk_tokens; }
 LM_HD std::int32_t planes_of(const Group& g) { return g.form == Form::kToken ? g.kv : 1; }
@@ -166,7 +166,7 @@ LM_HD ByteRange object_range(const Group& g, const Piece& p, std::int64_t index)
   return {range_offset(g, p, index), range_bytes(g, p)};
 }
 
-// ---- host memory registered in pieces: a copy ends where two pieces meet, and the next goes on from there (SPEC B2)
+// ---- host memory registered in pieces: a copy ends where two pieces meet, and the next goes on from there
 
 LM_HD std::int64_t bytes_to_seam(std::uint64_t address, std::uint64_t registered_base, std::int64_t piece_bytes) {
   return piece_bytes - static_cast<std::int64_t>((address - registered_base) % static_cast<std::uint64_t>(piece_bytes));

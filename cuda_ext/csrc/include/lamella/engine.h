@@ -23,7 +23,7 @@ typedef struct lm_fence lm_fence;
 
 typedef enum lm_device { LM_DEVICE_CPU = 0, LM_DEVICE_CUDA = 1 } lm_device;
 
-/* How a slice's bytes move (DESIGN D2). */
+/* How a slice's bytes move. */
 typedef enum lm_copy_method {
   LM_COPY_AUTO = 0,
   LM_COPY_STAGED_BATCH = 1,  /* batched copies into the staging ring, one scatter a window */
@@ -61,9 +61,10 @@ typedef struct lm_engine_options {
   int64_t staging_bytes;   /* of the ring that both lanes share; at least 4 windows */
   int64_t window_bytes;    /* of one window */
   int64_t in_flight_bytes; /* bound at the device, a lane */
+  int64_t turn_bytes;      /* copied until copies of others may come in between; 0: they wait for the lane's end */
   int32_t batch_entries;   /* most entries of one batched copy */
   int32_t kernel_ctas;     /* thread blocks of one scatter */
-  int32_t avoid_kernels;   /* 1: this process must launch none where a copy can do (DESIGN D1) */
+  int32_t avoid_kernels;   /* 1: this process must launch none where a copy can do */
   int32_t batch_flags;     /* cudaMemcpyFlags of a batched copy */
   int32_t paced;           /* CPU device: 1: a window moves only when granted, for tests */
   int32_t gather_factor_percent; /* AUTO gathers where copies would take so much of its time; 0: never */

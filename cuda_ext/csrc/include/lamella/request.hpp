@@ -1,4 +1,4 @@
-// What must hold before the first byte moves (DESIGN D7): the C boundary trusts no size, no block id and no address.
+// What must hold before the first byte moves: the C boundary trusts no size, no block id and no address.
 #pragma once
 
 #include <algorithm>
