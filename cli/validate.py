@@ -32,8 +32,8 @@ def validate(
     inputs_wait: Annotated[
         str,
         typer.Option(
-            help="What the engine's copy of a joining prompt waited for beside loads: none; turn, where the lane's "
-            "copies took turns; load-end, as with this version's lane."
+            help="What the engine's copy of a joining prompt waited for beside loads: none; turn, of the lane's "
+            "copies; load-end, as in runs from before copies took turns."
         ),
     ] = "turn",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything there.")] = None,

@@ -23,7 +23,7 @@ from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
 from lamella.sim.world import World
 
 DEFAULT_TURN_MIB: Final = 32
-"""Of recordings that do not say: what the connector's `turn_mib` was while it had turns."""
+"""The connector's own default of `turn_mib`."""
 BYSTANDER_TOKENS: Final = 1024
 BYSTANDER_TAG: Final = -1
 BYSTANDER_OUTPUT: Final = 6000
@@ -35,9 +35,10 @@ class InputsWait(Enum):
     NONE = "none"
     """Nothing: as if it went another way."""
     TURN = "turn"
-    """The present turn of a lane whose copies take turns, `turn_mib` of the recording."""
+    """The present turn of the lane's copies, the connector's `turn_mib`."""
     LOAD_END = "load-end"
-    """The end of the load that ends next: a lane without turns leaves the link idle only between two loads."""
+    """The end of the load that ends next: the lane before it took turns, and `turn_mib` 0, left the link idle only
+    between two loads."""
 
 
 @dataclass(frozen=True, slots=True)
