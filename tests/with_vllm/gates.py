@@ -54,6 +54,7 @@ class GatedTransfer:
         self._options = options
         self._parts: list[Transfer] = []
         self._cancelled = False
+        self._in_hand = gate.held_of_a_stopped_load > 0
         self._broken = ""
         self._since_ns = time.monotonic_ns()
         self.num_bytes = 0
@@ -62,12 +63,18 @@ class GatedTransfer:
         if fails:
             self._broken = "planted"
             return
+        self._in_hand = self._in_hand and not self._cancelled
         part = self._gate.submit(*self._arguments, slices=(self.slices[len(self._parts)],), **self._options)
         self._parts.append(part)
 
     @property
     def wants_more(self) -> bool:
-        return len(self._parts) < len(self.slices) and not self._stopped
+        return len(self._parts) < len(self.slices) and (not self._stopped or self._still_moves)
+
+    @property
+    def _still_moves(self) -> bool:
+        """Cancelled, but for the slice that counts as handed to the device."""
+        return self._cancelled and self._in_hand and len(self._parts) < len(self.slices)
 
     @property
     def _stopped(self) -> bool:
@@ -80,7 +87,7 @@ class GatedTransfer:
     @property
     def state(self) -> TransferState:
         states = [part.state for part in self._parts]
-        if not all(state.is_final for state in states):
+        if self._still_moves or not all(state.is_final for state in states):
             return TransferState.RUNNING
         if len(states) == len(self.slices) and set(states) == {TransferState.LANDED}:
             return TransferState.LANDED
@@ -139,11 +146,16 @@ class GatedTransfer:
 
 
 class SliceGate:
-    """Slices of retrieves held back by this object, which stands between the connector and the engine."""
+    """Slices of retrieves held back by this object, which stands between the connector and the engine.
 
-    held_of_a_stopped_load = 0
+    Args:
+        engine: whose `submit` is replaced.
+        in_hand: a load counts as having its next slice handed to the device already: cancelled, it still moves that one
+            when it is let, and is not final before.
+    """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, *, in_hand: bool = False) -> None:
+        self.held_of_a_stopped_load = int(in_hand)
         self.submit = engine.submit
         self._lock = threading.RLock()
         self._transfers: list[GatedTransfer] = []

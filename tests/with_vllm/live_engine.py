@@ -104,6 +104,12 @@ def answer_of(output: Any) -> Answer:
     return Answer(tuple(best.token_ids), logprobs, best.finish_reason, output.num_cached_tokens, leads)
 
 
+def tolerance_for(deviation: float) -> float:
+    """Of a log-probability on a GPU, where the engine's own answers are so far apart."""
+    assert deviation < _NOISE_LIMIT, f"the engine's own answers are {deviation} apart: no yardstick"
+    return max(_NOISE_FLOOR, 2 * deviation)
+
+
 def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fail", **options: Any) -> LLM:
     """An engine of the tiny model; `extra` None: without a connector."""
     arguments: dict[str, Any] = {
@@ -264,8 +270,7 @@ class LiveEngine:
                 largest = max([largest, *(answer.deviation(first) for answer in answers)])
         self.side.reset()
         self.forget_blocks()
-        assert largest < _NOISE_LIMIT, f"the engine's own answers are {largest} apart: no yardstick"
-        return max(_NOISE_FLOOR, 2 * largest)
+        return tolerance_for(largest)
 
     @contextmanager
     def nothing_loaded(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Across processes: stored by one engine and loaded by another, two ranks, an engine core of its own, a compiled model.
+"""Across processes: stored by one engine and loaded by another, an engine core of its own, a compiled model.
 
 Each engine is a process; they run one after another, since vLLM's threads leave little of a small machine.
 """
@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from with_vllm.live_engine import prompt
-from with_vllm.other_process import answer_in
 
 PROMPTS = [prompt(500), prompt(300, salt=4)]
 HITS = [448, 256]
@@ -77,50 +76,6 @@ def test_an_engine_core_in_its_own_process_is_exact(tiny_llama: Path, computed: 
     answers = engine(tiny_llama, extra, {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
     assert [answer[:3] for answer in answers] == [answer[:3] for answer in computed]
     assert [answer[3] for answer in answers] == HITS
-
-
-@pytest.fixture(scope="module")
-def ranks(tiny_llama: Path, stored: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What `two_ranks.py` saw; the folder holds what one rank has stored."""
-    gates = tmp_path_factory.mktemp("gates")
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
-    own = {"PYTHONPATH": path, "VLLM_CPU_OMP_THREADS_BIND": "0|1", "LAMELLA_TEST_GATES": str(gates)}
-    ran = subprocess.run(
-        [sys.executable, "-c", "from with_vllm.two_ranks import main; main()", str(tiny_llama), str(stored)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, **own},
-    )
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("ROWS ")]
-    assert lines, ran.stderr[-3000:]
-    found: dict[str, Any] = json.loads(lines[0].removeprefix("ROWS "))
-    return found
-
-
-@pytest.mark.known_fault(74)
-def test_two_ranks_load_what_two_ranks_stored(ranks: dict[str, Any]) -> None:
-    """Objects of one rank (the folder holds some of this prompt) are a miss for two; what two stored, two load."""
-    computed, loaded = ({"answer": one} for one in ranks["shared"])
-    assert (answer_in(computed).cached, answer_in(loaded).cached) == (0, 448)
-    assert answer_in(loaded).same(answer_in(computed))
-
-
-@pytest.mark.known_fault(32)
-def test_l_blocks_of_an_aborted_request_are_held_until_the_slower_rank_is_done_with_them(ranks: dict[str, Any]) -> None:
-    case = ranks["cases"][""]
-    assert not case["used_before_rank_0_was_done"]
-    assert answer_in(case).same(answer_in({"answer": ranks["expected"]}))
-
-
-def test_l_they_are_overwritten_in_use_where_the_faster_rank_decides(ranks: dict[str, Any]) -> None:
-    case = ranks["cases"]["free_on_minimum"]
-    assert case["used_before_rank_0_was_done"]
-    assert not answer_in(case).same(answer_in({"answer": ranks["expected"]}))
-
-
-def test_two_ranks_leave_nothing_behind(ranks: dict[str, Any]) -> None:
-    assert ranks["left"] == {"free_blocks": 39, "holds": 0}
 
 
 def test_a_compiled_model_calls_the_hooks_and_is_exact(tiny_llama: Path) -> None:

@@ -2,9 +2,9 @@
 
     LAMELLA_TEST_GATES=FOLDER python -c "from with_vllm.two_ranks import main; main()" MODEL OBJECTS
 
-Prints one line of JSON: `shared`, the prompt's answers over nothing, computed and loaded; `expected`, an answer to be
-had in blocks of an aborted load; and for each rule that is off ("" for none) the answer there, and whether the blocks
-were used anew before rank 0 was done with them.
+Prints one line of JSON: `shared`, the prompt's answers over nothing, computed and loaded; `expected`, answers to be had
+in blocks of an aborted load, the engine's own with its steps cut otherwise; and for each rule that is off ("" for none)
+the answer there, and whether the blocks were used anew before rank 0 was done with them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from vllm.config import KVTransferConfig
 
 from lamella.connector.safety_rules import ALL_RULES
-from with_vllm.live_engine import Answer, answer_of, make_llm, prompt, sampling
+from with_vllm.live_engine import BLOCK, Answer, answer_of, make_llm, prompt, sampling
 
 P = prompt(500)
 OTHER = prompt(980, salt=5)  # 31 blocks of 39, of which a held load has 16
@@ -64,7 +64,7 @@ class TwoRanks:
     def matched_unless_other(self, request: Any, local_hit: int) -> tuple[int | None, bool]:
         """OTHER is computed, wherever it is stored."""
         found = self.matched_tokens(request, local_hit)
-        return (0, False) if request.num_prompt_tokens == len(OTHER) else found
+        return (0, False) if list(request.prompt_token_ids[:BLOCK]) == OTHER[:BLOCK] else found
 
     def grant(self, rank: int, windows: int) -> None:
         self.granted[rank] += windows
@@ -95,6 +95,17 @@ class TwoRanks:
     def generate(self, name: str, tokens: list[int]) -> Answer:
         self.add(name, tokens)
         return self.finish(name)
+
+    def cut_otherwise(self, tokens: list[int]) -> list[Answer]:
+        """The prompt's answer computed whole, then over hits of the engine's own prefix cache; nothing is loaded."""
+        answers = [self.generate("whole", tokens), self.generate("again", tokens)]
+        for length in (500, 320):
+            self.settle()
+            self.add("part", tokens[:length], 1)
+            self.finish("part")
+            answers.append(self.generate(f"over-{length}", tokens))
+        self.settle()
+        return answers
 
     def settle(self) -> None:
         """Nothing is in flight, and the engine's own prefix cache is empty."""
@@ -145,8 +156,7 @@ class TwoRanks:
 def main() -> None:
     model, objects = map(Path, sys.argv[1:])
     ranks = TwoRanks(model, objects)
-    expected = ranks.generate("other", OTHER)
-    ranks.settle()
+    expected = ranks.cut_otherwise(OTHER)
     ranks.side.reset()
     computed = ranks.generate("computed", P)
     ranks.settle()
@@ -158,7 +168,7 @@ def main() -> None:
     found = {rule: ranks.aborted_with_one_rank_behind(rule) for rule in ("", "free_on_minimum")}
     left = {"free_blocks": ranks.free_blocks, "holds": ranks.side.book.num_held}
     rows = {
-        "expected": expected._asdict(),
+        "expected": [one._asdict() for one in expected],
         "shared": [computed._asdict(), loaded._asdict()],
         "cases": found,
         "left": left,
