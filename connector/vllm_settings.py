@@ -102,7 +102,7 @@ class ConnectorSettings:
         file_tier_gib: size limit of that folder, all ranks and processes together; None: none.
         io_threads: threads that read and write the file tier.
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
-        carrier: `event` or `value`, how streams learn of landings (CUDA).
+        carrier: `event` or `value`, how streams learn of landings (CUDA); with `graph_waits` it is always `value`.
         graph_waits: layers' waits are captured into full CUDA graphs too, which vLLM then keeps, and a load has
             `wait_timeout_s` in all; no meaning where no layer waits.
         staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
@@ -252,8 +252,8 @@ class ConnectorSettings:
 
     @property
     def carrier_kind(self) -> Carrier:
-        """The carrier as the transfer engine takes it."""
-        return Carrier[self.carrier.upper()]
+        """The carrier as the transfer engine takes it; captured graphs wait for words only."""
+        return Carrier.VALUE if self.graph_waits else Carrier[self.carrier.upper()]
 
 
 def _server_folder(text: str) -> Path:
