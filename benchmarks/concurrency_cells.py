@@ -1,4 +1,4 @@
-"""What vllm_concurrency.py measures: its arms, and its cells by group, in the order in which they matter."""
+"""What vllm_concurrency.py measures: its cells by group, in the order in which they matter; the arms are beside it."""
 
 from __future__ import annotations
 
@@ -7,75 +7,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-BASELINE: Final = "chunk_bounded"
-"""The arm that opens and closes every cell; the figures are taken against the better of the chunk-major arms."""
+from concurrency_arms import ARMS, BASELINE, CHUNK_MAJOR, DEEP, DIFFERENCES, Arm
 
-CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
-DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
-"""Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
+__all__ = ["ARMS", "BASELINE", "CHUNK_MAJOR", "DEEP", "DIFFERENCES", "GROUPS", "Arm", "Cell", "Group", "joined"]
 
-
-@dataclass(frozen=True, slots=True)
-class Arm:
-    """One way to bring a request's KV.
-
-    Attributes:
-        settings: of the connector, over the cell's; None: nothing is loaded, everything is computed.
-        repeats: rounds of the cell it takes part in; 0: all.
-        obeys_waits: false only in the control that reads early on purpose.
-        counted_requests: of a repeat, beside the first ones that do not count; 0: all that the cell has.
-    """
-
-    name: str
-    settings: Mapping[str, Any] | None
-    repeats: int = 0
-    obeys_waits: bool = True
-    counted_requests: int = 0
-
-    def requests_of(self, cell: Cell) -> int:
-        """Requests of one of its repeats."""
-        return min(cell.requests, cell.concurrency + self.counted_requests) if self.counted_requests else cell.requests
-
-
-def _layerwise(order: str = "fifo", release: str = "first", **more: Any) -> dict[str, Any]:
-    return {"order": order, "release": release, **more}
-
-
-_CHUNK: Final = {"layers_per_slice": 0, "release": "whole"}
-ARMS: Final[dict[str, Arm]] = {
-    arm.name: arm
-    for arm in (
-        Arm("recompute", None, repeats=1, counted_requests=4),
-        Arm("chunk_bounded", _CHUNK),
-        Arm("chunk_deep", {**_CHUNK, **DEEP}, repeats=3),
-        Arm("interleaved_first", _layerwise("round_robin"), repeats=4),
-        Arm("interleaved_deep_first", _layerwise("round_robin", **DEEP), repeats=3),
-        Arm("fifo_first", _layerwise()),
-        Arm("fifo_deep_first", _layerwise(**DEEP), repeats=3),
-        Arm("fifo_whole", _layerwise(release="whole"), repeats=3),
-        Arm("fifo_jit", _layerwise(release="jit:step"), repeats=4),
-        Arm("fifo_value", _layerwise(carrier="value"), repeats=4),
-        Arm("shortest_first", _layerwise("shortest_remaining"), repeats=4),
-        Arm("sync", {"use_layerwise": True}, repeats=4),
-        Arm("auto", {"layers_per_slice": "auto"}),
-        Arm("early_read", _layerwise(), repeats=1, obeys_waits=False),
-        Arm("peer_offloading", {}),
-        Arm("peer_simple", {}),
-    )
-}
-"""A cell's width is put in where an arm says nothing about `layers_per_slice`."""
-
-CORE_ARMS: Final = (
-    "chunk_bounded",
-    "chunk_deep",
-    "interleaved_first",
-    "fifo_first",
-    "fifo_jit",
-    "auto",
+MOST_HIT_TOKENS: Final = 700_000
+"""Of all requests of a cell at once, so that the engine's memory holds them."""
+_FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
+_ALONE: Final = (BASELINE, "chunk_deep", "fifo_first", "fifo_jit", "sync", "auto", "recompute")
+"""One request at a time: there is nobody to interleave with, and no other order."""
+_ALL: Final = (
+    BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "fifo_jit", "shortest_first", "sync", "auto",
     "recompute",
-)
-WAIT_FREE_ARMS: Final = ("chunk_bounded", "chunk_deep", "recompute")
-"""Those that captured full graphs allow."""
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +39,9 @@ class Cell:
         stores: whether new chunks are stored while the cell runs.
         miss_every: every so-many-th request has a prompt of its own, nothing of which is in the pool; 0: none.
         tier_gb_per_s: the host pool answers only at that rate; None: at the wire's.
-        arms, repeats: what runs.
+        arms: what runs.
+        repeats: rounds that run whatever they show; each has every arm once and the baseline twice.
+        most_repeats: rounds that run at most, as long as the cell's figures are not shown.
     """
 
     name: str
@@ -112,8 +58,17 @@ class Cell:
     stores: bool = False
     miss_every: int = 0
     tier_gb_per_s: float | None = None
-    arms: tuple[str, ...] = CORE_ARMS
-    repeats: int = 5
+    arms: tuple[str, ...] = _ALL
+    repeats: int = 4
+    most_repeats: int = 14
+
+    def __post_init__(self) -> None:
+        at_once = self.concurrency * max(hit for hit, _new in self.shapes)
+        if at_once > MOST_HIT_TOKENS:
+            raise ValueError(
+                f"{self.name}: {self.concurrency} requests of {at_once // self.concurrency} cached tokens are "
+                f"{at_once} at once, more than {MOST_HIT_TOKENS}: lower concurrency or hit"
+            )
 
     @property
     def shapes(self) -> tuple[tuple[int, int], ...]:
@@ -125,6 +80,10 @@ class Cell:
         """Tokens of the longest request at its end."""
         return max(hit + new for hit, new in self.shapes) + self.output
 
+    def requests_of(self, arm: Arm) -> int:
+        """Requests of one of the arm's repeats."""
+        return min(self.requests, self.concurrency + arm.counted_requests) if arm.counted_requests else self.requests
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
@@ -133,7 +92,8 @@ class Group:
     Attributes:
         documents, document_tokens: what the host pool is filled with; every hit is the beginning of a document.
         prefix_caching: the engine's own.
-        full_graphs: the engine captures whole steps too, which no arm that waits in the forward pass allows.
+        full_graphs: the engine captures whole steps too; only arms that say so replay them, and none that waits.
+        prefill_graphs: steps of so many tokens are captured piecewise too; only arms that say so replay them.
         peer: one of vLLM's own connectors instead of Lamella.
     """
 
@@ -142,6 +102,7 @@ class Group:
     document_tokens: int = 15_360
     prefix_caching: bool = True
     full_graphs: bool = False
+    prefill_graphs: tuple[int, ...] = ()
     peer: str | None = None
     peer_settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -152,7 +113,27 @@ class Group:
         return (self.documents * self.document_tokens + spare) * 131_072
 
 
-_REQUESTS: Final = {1: 6, 2: 10, 4: 14, 8: 26, 16: 44}
+def joined(names: str, groups: Mapping[str, Group]) -> Group:
+    """The cells of several groups, joined by `+`, in one engine.
+
+    Raises:
+        ValueError: an unknown group, or groups that need different engines.
+    """
+    unknown = [name for name in names.split("+") if name not in groups]
+    if unknown:
+        raise ValueError(f"there is no group {', '.join(unknown)}; there are {', '.join(sorted(groups))}")
+    chosen = [groups[name] for name in names.split("+")]
+    cells = tuple(cell for group in chosen for cell in group.cells)
+    graphs = tuple(sorted({size for group in chosen for size in group.prefill_graphs}))
+    like = [dataclasses.replace(group, cells=cells, prefill_graphs=graphs) for group in chosen]
+    if any(other != like[0] for other in like):
+        raise ValueError(f"{names} do not run in one engine: they differ in documents, caching, graphs or connector")
+    return like[0]
+
+
+_REQUESTS: Final = {1: 6, 2: 12, 4: 16, 8: 28, 16: 44}
+_PREFILL_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
+"""Steps of one or two prefills of the middle cells and some that decode beside them."""
 
 
 def _closed(concurrency: int, hit: int, new: int, **more: Any) -> Cell:
@@ -165,62 +146,118 @@ def _named(cell: Cell, suffix: str, **changes: Any) -> Cell:
     return dataclasses.replace(cell, name=f"{cell.name}_{suffix}", **changes)
 
 
-_CORE: Final = tuple(
-    _closed(concurrency, 15_360, new)
-    for new, concurrency in (
-        (768, 4), (768, 1), (768, 8), (256, 4), (2048, 4), (256, 1), (2048, 1), (256, 8), (2048, 8),
-    )
-)  # fmt: skip
-_ORIGINAL_REQUESTS: Final = {1: 5, 4: 10, 8: 18}
+_CORE: Final = (
+    _closed(4, 15_360, 768),
+    _closed(1, 15_360, 768, arms=_ALONE),
+    _closed(8, 15_360, 768),
+    _closed(4, 15_360, 256, arms=(*_FEW, "recompute")),
+    _closed(4, 15_360, 2048, arms=(*_FEW, "recompute")),
+    *(
+        _closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"))
+        for new in (256, 1536, 2048)
+    ),
+    _closed(8, 15_360, 256, arms=_FEW),
+    _closed(8, 15_360, 2048, arms=_FEW),
+)
+_ORIGINAL_REQUESTS: Final = {1: 4, 4: 11, 8: 20}
 _ORIGINAL: Final = tuple(
-    _closed(concurrency, hit, new, chunk=chunk, width=width, output=50, requests=_ORIGINAL_REQUESTS[concurrency])
+    _closed(
+        concurrency,
+        hit,
+        new,
+        chunk=chunk,
+        width=width,
+        output=50,
+        requests=_ORIGINAL_REQUESTS[concurrency],
+        arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute")
+        if concurrency == 1
+        else (*_FEW, "recompute"),
+        repeats=3,
+    )
     for hit, new, chunk, width in ((12_288, 2_866, 4096, 1), (14_336, 818, 2048, 8))
     for concurrency in (4, 1, 8)
 )
-_MIDDLE: Final = _CORE[0]
-_RANKS_ARMS: Final = ("chunk_bounded", "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
-_FEW: Final = ("chunk_bounded", "interleaved_first", "fifo_first", "auto")
-_STEPS_OF_THE_FINDING: Final = (
-    "chunk_bounded", "fifo_whole", "fifo_first", "fifo_deep_first", "interleaved_first", "interleaved_deep_first",
-    "sync", "fifo_value",
+_MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
+_ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
+_EIGHT: Final = dataclasses.replace(_CORE[2], arms=_FEW)
+_RANKS_ARMS: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
+_ONE_THING: Final = (
+    BASELINE, "fifo_first", "interleaved_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "chunk_deep",
+    "interleaved_deep_no_turns", "fifo_whole", "fifo_jit", "fifo_first8", "fifo_width8", "fifo_width32", "fifo_thread",
+    "fifo_value",
+)  # fmt: skip
+_ONE_THING_ALONE: Final = (
+    BASELINE, "fifo_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "fifo_whole", "fifo_width8",
+    "fifo_thread",
 )  # fmt: skip
 
 
 def _peer(arm: str, connector: str) -> Group:
     """The three middle cells by one of vLLM's own connectors, which store whatever they see."""
-    cells = tuple(dataclasses.replace(cell, arms=(arm,), stores=True) for cell in _CORE[:3])
+    cells = tuple(
+        dataclasses.replace(cell, arms=(arm,), stores=True, repeats=6, most_repeats=6) for cell in (*_CORE[:3],)
+    )
     return Group(cells, peer=connector)
 
 
 GROUPS: Final[dict[str, Group]] = {
     "core": Group(_CORE),
     "original": Group(_ORIGINAL),
+    "finding": Group(
+        (
+            _named(_MIDDLE, "finding", arms=_ONE_THING, repeats=3, most_repeats=8),
+            _named(_ONE, "finding", arms=_ONE_THING_ALONE, repeats=3, most_repeats=6),
+        )
+    ),
+    "graphs": Group(
+        (
+            _named(
+                _ONE,
+                "graphs",
+                arms=(
+                    BASELINE,
+                    "fifo_first",
+                    "auto",
+                    "chunk_prefill_graphs",
+                    "fifo_prefill_graphs",
+                    "sync_prefill_graphs",
+                    "auto_prefill_graphs",
+                ),
+            ),
+            _named(
+                _MIDDLE,
+                "graphs",
+                arms=(BASELINE, "fifo_first", "chunk_prefill_graphs", "fifo_prefill_graphs", "auto_prefill_graphs"),
+                repeats=3,
+            ),
+        ),
+        prefill_graphs=_PREFILL_GRAPHS,
+    ),
     "extra": Group(
         (
-            _named(_MIDDLE, "finding", arms=_STEPS_OF_THE_FINDING, repeats=4),
-            _named(_MIDDLE, "out50", output=50, requests=12, arms=_FEW, repeats=4),
-            _named(_CORE[2], "out50", output=50, requests=20, arms=_FEW, repeats=4),
-            _named(_MIDDLE, "bystanders", bystanders=8, arms=_FEW, repeats=4),
-            _named(_MIDDLE, "open", rate_per_s=9.0, requests=24, arms=_FEW, repeats=4),
+            _named(_MIDDLE, "bystanders", bystanders=8, arms=(*_FEW, "fifo_jit", "auto_heavy")),
+            _named(_MIDDLE, "out50", output=50, requests=14, arms=(*_FEW, "auto_light", "auto_heavy", "fifo_first16")),
+            _named(_EIGHT, "out50", output=50, requests=22, repeats=3),
+            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=8, repeats=3, most_repeats=6),
+            _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, repeats=3, most_repeats=8),
+            _named(_MIDDLE, "open", rate_per_s=9.0, requests=24, repeats=3),
+            _closed(16, 15_360, 768, arms=_FEW, repeats=3),
+            _named(_MIDDLE, "misses", miss_every=2, stores=True, repeats=3, most_repeats=6),
             _named(
                 _MIDDLE,
                 "mixed",
                 mix=((15_360, 768), (4_096, 256), (8_192, 2_048), (15_360, 256)),
-                requests=18,
+                requests=20,
                 arms=(*_FEW, "shortest_first"),
-                repeats=4,
+                repeats=3,
             ),
-            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, arms=_FEW, requests=8, repeats=3),
-            _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, arms=_FEW, repeats=4),
-            _named(_MIDDLE, "stores", stores=True, arms=_FEW, repeats=4),
-            _named(_MIDDLE, "misses", miss_every=2, stores=True, arms=_FEW, repeats=4),
-            _named(_MIDDLE, "width8", width=8, arms=_FEW, repeats=3),
-            _named(_MIDDLE, "width32", width=32, arms=_FEW, repeats=3),
-            _closed(2, 15_360, 768, arms=_FEW, repeats=4),
-            _closed(16, 15_360, 768, arms=_FEW, repeats=4),
-            _closed(4, 4_096, 256, arms=_FEW, repeats=4),
-            _closed(1, 4_096, 256, arms=_FEW, repeats=4),
-            _named(_MIDDLE, "out128", output=128, requests=8, arms=_FEW, repeats=3),
+            _named(_MIDDLE, "out128", output=128, requests=8, repeats=3, most_repeats=6),
+            _named(_MIDDLE, "stores", stores=True, repeats=3, most_repeats=6),
+            _closed(2, 15_360, 768, arms=_FEW, repeats=3),
+            _named(_MIDDLE, "width8", width=8, repeats=3),
+            _named(_MIDDLE, "width32", width=32, repeats=3),
+            _closed(4, 4_096, 256, arms=_FEW, repeats=3),
+            _closed(1, 4_096, 256, arms=_FEW, repeats=3),
         )
     ),
     "chunks": Group(
@@ -233,23 +270,38 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "long": Group(
         (
-            _closed(1, 65_536, 1_024, requests=4, arms=_FEW, repeats=4),
+            _closed(1, 65_536, 1_024, requests=4, arms=_FEW),
             _closed(2, 65_536, 1_024, requests=6, arms=_FEW, repeats=3),
-            _closed(2, 32_768, 1_024, requests=8, arms=_FEW, repeats=4),
-            _closed(1, 32_768, 256, requests=6, arms=_FEW, repeats=4),
+            _closed(2, 32_768, 1_024, requests=8, arms=_FEW),
+            _closed(1, 32_768, 256, requests=6, arms=_FEW),
         ),
         documents=5,
         document_tokens=65_536,
     ),
     "no_prefix_caching": Group(
-        tuple(_named(cell, "no_prefix_caching", arms=_FEW) for cell in _CORE[:2]), prefix_caching=False
+        tuple(_named(cell, "no_prefix_caching", arms=_FEW, repeats=3) for cell in _CORE[:2]), prefix_caching=False
     ),
     "full_graphs": Group(
-        tuple(_named(cell, "full_graphs", arms=WAIT_FREE_ARMS) for cell in _CORE[:3]), full_graphs=True
+        tuple(
+            _named(
+                cell,
+                "full_graphs",
+                arms=(
+                    BASELINE,
+                    "fifo_first",
+                    "chunk_full_graphs",
+                    "chunk_deep_full_graphs",
+                    "recompute_full_graphs",
+                ),
+                repeats=3,
+            )
+            for cell in _CORE[:3]
+        ),
+        full_graphs=True,
     ),
     "two_gpus": Group(
         tuple(
-            _named(_closed(concurrency, 15_360, 768, arms=_RANKS_ARMS, repeats=3, **more), "two_gpus")
+            _named(_closed(concurrency, 15_360, 768, arms=_RANKS_ARMS, repeats=2, **more), "two_gpus")
             for concurrency, more in ((4, {"requests": 12}), (1, {"requests": 5}), (8, {"requests": 20}))
         ),
         documents=12,

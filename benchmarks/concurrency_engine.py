@@ -25,6 +25,7 @@ from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
 from concurrency_rank import Ranks
 from concurrency_weights import count_parameters, seed_weights
 from connector_exchange import ConnectorExchange
+from host_cores import HostCores, cores_near
 from kept_pool import KeptPool, keep_pool
 
 
@@ -36,10 +37,16 @@ class ConcurrencyEngine:
         tiny: a Llama of four layers on the CPU instead of the 8B shape on a GPU; cells must have been shrunk.
         tensor_parallel: ranks, each with its share of the heads.
         options: more of vLLM's own, over those chosen here.
+        side_by_side: (which, of how many) engines on this host; each has cores of its own.
     """
 
     def __init__(
-        self, group: Group, tiny: bool, tensor_parallel: int = 1, options: Mapping[str, Any] | None = None
+        self,
+        group: Group,
+        tiny: bool,
+        tensor_parallel: int = 1,
+        options: Mapping[str, Any] | None = None,
+        side_by_side: tuple[int, int] = (0, 1),
     ) -> None:
         set_environment(tiny, tensor_parallel)
         self.group, self.tiny, self._tensor_parallel = group, tiny, tensor_parallel
@@ -90,6 +97,7 @@ class ConcurrencyEngine:
         gc.collect()
         gc.freeze()  # as vLLM's own core does: what is there now is not looked at again
         self.ranks("freeze_garbage")
+        self.cores = HostCores(*side_by_side, cores_near("cuda:0"), wanted=not tiny and tensor_parallel == 1)
         self.parameters = sum(self.llm.apply_model(count_parameters if tiny else seed_weights))
 
     # ---- set-up
@@ -112,6 +120,7 @@ class ConcurrencyEngine:
             "switch_interval_s": sys.getswitchinterval(),
             "custom_all_reduce": not config.parallel_config.disable_custom_all_reduce,
             "host_pool_bytes": self._pool_bytes,
+            "cudagraph_capture_sizes": list(config.compilation_config.cudagraph_capture_sizes or ()),
         }
 
     # ---- arms
@@ -130,8 +139,9 @@ class ConcurrencyEngine:
             return
         begin = time.perf_counter()
         self.settle()
-        if not self._exchange.exchange(arm, cell):
-            self._filled.clear()
+        with self.cores.shared():
+            if not self._exchange.exchange(arm, cell):
+                self._filled.clear()
         self.switch_ms = 1e3 * (time.perf_counter() - begin)
 
     # ---- documents

@@ -1,8 +1,6 @@
 """From the lines of vllm_concurrency.py to figures: pure functions over plain values.
 
-A repeat is one observation: its figure is the mean over its counted requests, and standard errors are those of repeats,
-because requests of one repeat are not independent. A closed loop begins with all requests at once, so its first
-`concurrency` requests do not count.
+Which requests and repeats count, and when a change is shown, is in concurrency_rules.py.
 """
 
 from __future__ import annotations
@@ -14,46 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
-OPENING: Final = "chunk_bounded"
-LARGEST_ERROR: Final = 0.02
-LARGEST_DRIFT: Final = 0.05
-Row = Mapping[str, Any]
+from concurrency_arms import BASELINE, CHUNK_MAJOR
+from concurrency_rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
 
-
-class Mean(NamedTuple):
-    """A mean over repeats and its standard error; the error of fewer than two repeats is not known."""
-
-    value: float
-    error: float
-    repeats: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Mean:
-        """Of one figure a repeat.
-
-        Raises:
-            ValueError: no repeats.
-        """
-        if not values:
-            raise ValueError("a mean needs at least one repeat")
-        if len(values) < 2:
-            return cls(values[0], math.inf, 1)
-        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values))
-
-    @property
-    def relative_error(self) -> float:
-        """Of the mean."""
-        return self.error / self.value if self.value else math.inf
-
-
-class Change(NamedTuple):
-    """How an arm's mean differs from the baseline's, as a share of the baseline's; negative: it is shorter."""
-
-    value: float
-    error: float
-    shown: bool
-    why_not: str
+OPENING: Final = BASELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +24,7 @@ class ArmFigures:
 
     Attributes:
         first_layer_ms, last_layer_ms: from the engine's having the request to the landing, on the slower rank.
+        set_aside: repeats that do not count, because the host was slow.
         last_layer_by_rank_ms: the same of each rank; empty where there is one.
     """
 
@@ -79,6 +42,7 @@ class ArmFigures:
     peak_in_flight_bytes: int
     bystander_tpot: Mean | None
     flawed: int
+    set_aside: int
     last_layer_by_rank_ms: tuple[float, ...] = ()
 
 
@@ -88,7 +52,7 @@ class CellFigures:
 
     Attributes:
         transfer_ms, prefill_ms: T and P as the run itself shows them; None where it does not.
-        drift: of the opening arm's first and last repeat.
+        drift: between the earlier and the later repeats of the opening arm.
     """
 
     cell: Mapping[str, Any]
@@ -109,26 +73,6 @@ class CellFigures:
         """Against the baseline, and whether the run shows it."""
         mine, base = getattr(self.arms[arm], figure), getattr(self.arms[self.baseline], figure)
         return change_of(mine, base, self.drift)
-
-
-def change_of(mine: Mean, base: Mean, drift: float) -> Change:
-    """The relative change, its standard error, and whether it counts: small errors, little drift, beyond two errors."""
-    ratio = mine.value / base.value
-    error = ratio * math.hypot(mine.relative_error, base.relative_error)
-    reasons = []
-    if max(mine.relative_error, base.relative_error) > LARGEST_ERROR:
-        reasons.append(f"standard error {max(mine.relative_error, base.relative_error):.1%}")
-    if drift > LARGEST_DRIFT:
-        reasons.append(f"baseline drift {drift:.1%}")
-    if abs(ratio - 1) <= 2 * error:
-        reasons.append("within two standard errors")
-    return Change(ratio - 1, error, not reasons, ", ".join(reasons))
-
-
-def counted(row: Row) -> list[Row]:
-    """The requests of a repeat that count."""
-    requests: list[Row] = row["requests"]
-    return requests if row["cell"]["rate_per_s"] else requests[row["cell"]["concurrency"] :]
 
 
 def is_flawed(row: Row) -> bool:
@@ -164,22 +108,18 @@ def figures_of(rows: Iterable[Row]) -> dict[str, CellFigures]:
     return {name: _cell(arms) for name, arms in by_cell.items()}
 
 
-def _cell(arms: Mapping[str, list[Row]]) -> CellFigures:
-    figures = {name: _arm(rows) for name, rows in arms.items()}
+def _cell(every: Mapping[str, list[Row]]) -> CellFigures:
+    arms = kept(every)
+    figures = {name: _arm(rows, len(every[name]) - len(rows)) for name, rows in arms.items()}
     chunk_major: list[str] = [name for name in CHUNK_MAJOR if name in figures]
     baseline = min(chunk_major or sorted(figures), key=lambda name: figures[name].ttft.value)
-    opening = [_ttft_ms(row) for row in arms.get(OPENING, ())]
-    drift = abs(opening[-1] - opening[0]) / statistics.fmean(opening) if len(opening) > 1 else math.inf
+    drift = drift_of([ttft_ms(row) for row in in_time(arms.get(OPENING, ()))])
     transfer, prefill = _transfer_and_prefill_ms(arms)
     cell = next(iter(arms.values()))[0]["cell"]
     return CellFigures(cell, figures, baseline, drift, transfer, prefill)
 
 
-def _ttft_ms(row: Row) -> float:
-    return statistics.fmean((request["token_us"][0] - request["queued_us"]) / 1e3 for request in counted(row))
-
-
-def _arm(rows: Sequence[Row]) -> ArmFigures:
+def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
     requests = [request for row in rows for request in counted(row)]
     pooled = sorted((request["token_us"][0] - request["queued_us"]) / 1e3 for request in requests)
     loaded = [request for request in requests if request.get("landed_us")]
@@ -187,7 +127,7 @@ def _arm(rows: Sequence[Row]) -> ArmFigures:
     wall_us = sum(row["wall_us"] for row in rows)
     others = [gap for row in rows if (gap := _bystander_tpot_ms(row)) is not None]
     return ArmFigures(
-        ttft=Mean.of([_ttft_ms(row) for row in rows]),
+        ttft=Mean.of([ttft_ms(row) for row in rows]),
         p50=_quantile(pooled, 0.5),
         p99=_quantile(pooled, 0.99),
         e2e=Mean.of([_mean(counted(row), lambda one: (one["token_us"][-1] - one["queued_us"]) / 1e3) for row in rows]),
@@ -201,6 +141,7 @@ def _arm(rows: Sequence[Row]) -> ArmFigures:
         peak_in_flight_bytes=max(row["peak_in_flight_bytes"] for row in rows),
         bystander_tpot=Mean.of(others) if others else None,
         flawed=sum(map(is_flawed, rows)),
+        set_aside=set_aside,
         last_layer_by_rank_ms=_last_by_rank_ms(loaded),
     )
 

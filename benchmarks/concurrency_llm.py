@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from concurrency_cells import Group
 from connector_exchange import BASE_SETTINGS, FILL
+from graph_choice import usual_sizes
 from step_time_cells import MODEL
 
 ENVIRONMENT: Final = {
@@ -62,8 +63,13 @@ def make_llm(group: Group, tiny: bool, tensor_parallel: int, more: Mapping[str, 
         "max_num_seqs": 64,
         "enforce_eager": False,
     }
+    graphs: dict[str, Any] = {}
     if group.peer is not None:
-        options["compilation_config"] = {"cudagraph_mode": "PIECEWISE"}  # as the waits of the other arms want it
+        graphs["cudagraph_mode"] = "PIECEWISE"  # as the waits of the other arms want it
+    if group.prefill_graphs:
+        graphs["cudagraph_capture_sizes"] = [*usual_sizes(options["max_num_seqs"]), *group.prefill_graphs]
+    if graphs:
+        options["compilation_config"] = graphs
     if tiny:
         sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
         from with_vllm.tiny_llama import write_tiny_llama

@@ -15,11 +15,13 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
 from concurrency_probe import RankProbe
+from graph_choice import GraphChoice
 from kept_pool import KeptPool, keep_pool
 
 _CONTROL_GB_PER_S: Final = 5.0
@@ -39,6 +41,8 @@ class RankSettings:
         tier_gb_per_s: a slower link; None: the wire as it is.
         tiny: on the CPU device.
         layers_timed: whether each layer's wait is timed on the stream.
+        graphs: which steps replay captured graphs, see `GraphChoice`.
+        begins_in_thread: a thread in Python begins the loads.
     """
 
     extra: Mapping[str, Any]
@@ -46,6 +50,8 @@ class RankSettings:
     tier_gb_per_s: float | None
     tiny: bool
     layers_timed: bool
+    graphs: str = "piecewise"
+    begins_in_thread: bool = False
 
     @property
     def gb_per_s(self) -> float | None:
@@ -57,6 +63,10 @@ class RankSettings:
         config = copy.copy(engine_config)
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.kv_connector_extra_config = dict(self.extra)
+        mode = config.compilation_config.cudagraph_mode
+        if self.graphs != "full" and mode is not None and mode.has_full_cudagraphs():  # captured, and not replayed
+            config.compilation_config = copy.copy(config.compilation_config)
+            config.compilation_config.cudagraph_mode = type(mode).PIECEWISE
         return config
 
     @contextmanager
@@ -74,9 +84,15 @@ class RankSettings:
 
 
 class Rank:
-    """One rank's half of a run; see the module."""
+    """One rank's half of a run; see the module.
 
-    def __init__(self) -> None:
+    Args:
+        worker: vLLM's.
+    """
+
+    def __init__(self, worker: Any) -> None:
+        self._worker = worker
+        self._graphs: GraphChoice | None = None
         self._probe = RankProbe(None)
         self._pool: KeptPool | None = None
         self._tensors: dict[str, Any] = {}
@@ -116,6 +132,13 @@ class Rank:
         if settings.tiny and settings.gb_per_s is not None:
             period_s = _WINDOW_S if settings.obeys_waits else _LATE_WINDOW_S
             threading.Thread(target=_let_windows_move, args=(held.worker.engine, period_s), daemon=True).start()
+        if settings.begins_in_thread:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="begins-loads")
+            thread.submit(int).result()  # it is there, with the cores of threads that are made now
+            held.worker.loads._executor = thread
+        if self._graphs is None:
+            self._graphs = GraphChoice(self._worker.model_runner)
+        self._graphs.choose(settings.graphs)
         self._probe.layers_timed = settings.layers_timed
         self._probe.attach(held.worker)
         return config.parallel_config.rank, handshake
@@ -162,7 +185,9 @@ def call(worker: Any, name: str, *arguments: Any) -> tuple[str, Any]:
 
     A failure is a reply like others: an executor that meets one reads no other rank's, and would take it for the next.
     """
-    rank = worker.__dict__.setdefault("_concurrency_rank", Rank())
+    rank = worker.__dict__.get("_concurrency_rank")
+    if rank is None:
+        rank = worker.__dict__["_concurrency_rank"] = Rank(worker)
     try:
         return "", getattr(rank, name)(*arguments)
     except Exception:

@@ -20,6 +20,8 @@ BASE_SETTINGS: Final[dict[str, Any]] = {"max_loads": 32, "max_load_gib": 96.0, "
 FILL: Final = {"layers_per_slice": 0, "release": "whole"}
 """Of the connector that fills the pool."""
 
+_TINY_LAYERS: Final = 4
+
 
 class ConnectorExchange:
     """See the module.
@@ -78,18 +80,30 @@ class ConnectorExchange:
 
     def _keep_learned(self, old: Any, new: Any, arm: Arm | None) -> None:
         """What an arm that corrects its profile has observed goes on to its next repeat, as in an engine that stays."""
-        if getattr(old, "_auto", None) is not None:
-            self._learned[self._arm] = old._auto.correction
+        if getattr(old, "_forecast", None) is not None:
+            self._learned[self._arm] = old._forecast.correction
         self._arm = "" if arm is None else arm.name
-        if getattr(new, "_auto", None) is not None and self._arm in self._learned:
-            new._auto.correction = self._learned[self._arm]
+        if getattr(new, "_forecast", None) is not None and self._arm in self._learned:
+            new._forecast.correction = self._learned[self._arm]
 
     def _settings_of(self, arm: Arm | None, cell: Cell) -> RankSettings:
         own: Mapping[str, Any] = {} if arm is None or arm.settings is None else arm.settings
         extra = {**BASE_SETTINGS, "chunk_tokens": cell.chunk, "layers_per_slice": cell.width, **own}
-        if arm is None or self._group.full_graphs:
+        if arm is None:
             extra |= FILL
         if self._tiny:
             extra |= {"staging_mib": 4, "window_mib": 1}
+            if isinstance(extra["layers_per_slice"], int):
+                extra["layers_per_slice"] = min(extra["layers_per_slice"], _TINY_LAYERS)
+            if str(extra.get("release", "")).startswith("first:"):
+                extra["release"] = f"first:{_TINY_LAYERS // 2}"
         obeys = arm is None or arm.obeys_waits
-        return RankSettings(extra, obeys, cell.tier_gb_per_s, self._tiny, self._probe.layers_timed)
+        return RankSettings(
+            extra,
+            obeys,
+            cell.tier_gb_per_s,
+            self._tiny,
+            self._probe.layers_timed,
+            "piecewise" if arm is None else arm.graphs,
+            arm is not None and arm.begins_in_thread,
+        )

@@ -6,10 +6,9 @@ import math
 from typing import Any
 
 import pytest
-from concurrency_cells import ARMS, BASELINE, GROUPS, Cell
-from concurrency_figures import Mean, change_of, counted, figures_of, is_flawed, judge, tolerance_of
+from concurrency_figures import figures_of, is_flawed, judge, tolerance_of
 from concurrency_report import answers_table, overview, summary, table
-from vllm_concurrency import done_in, rounds_of, shrunk
+from concurrency_rules import Mean, change_of, counted
 
 CELL = {
     "name": "c", "concurrency": 1, "hit": 100, "new": 10, "rate_per_s": None, "mix": [], "miss_every": 0,
@@ -68,11 +67,6 @@ def test_errors_are_those_of_repeats_not_of_requests() -> None:
 def test_a_change_is_shown_only_by_a_quiet_run(mine: Mean, base: Mean, drift: float, why_not: str) -> None:
     change = change_of(mine, base, drift)
     assert (change.shown, change.why_not) == (not why_not, why_not)
-
-
-def test_drift_is_between_the_opening_arms_first_and_last_repeat() -> None:
-    assert figures_of(lines(chunk_bounded=[100, 150, 110], fifo_first=[50, 50]))["c"].drift == pytest.approx(10 / 120)
-    assert figures_of(lines(chunk_bounded=[100]))["c"].drift == math.inf, "one repeat shows no drift"
 
 
 def test_the_ceiling_comes_from_the_runs_own_transfer_and_prefill() -> None:
@@ -156,59 +150,3 @@ def test_the_summary_holds_the_figures_without_the_requests() -> None:
     made = summary(lines(chunk_bounded=[100, 100], fifo_first=[60, 60]))
     assert made["cells"]["c"]["changes"]["fifo_first"]["ttft"]["value"] == pytest.approx(-0.4)
     assert "requests" not in made["cells"]["c"]
-
-
-# ---- what runs, and in which order
-
-
-def test_rounds_begin_with_the_baseline_and_the_cell_ends_with_it() -> None:
-    for group in GROUPS.values():
-        for cell in group.cells:
-            if BASELINE not in cell.arms:
-                continue
-            plan = rounds_of(cell, ARMS, seed=1)
-            assert plan[0] == (BASELINE, 0)
-            assert plan[-1] == (BASELINE, cell.repeats)
-            assert len(set(plan)) == len(plan)
-            for name in cell.arms:
-                wanted = ARMS[name].repeats or cell.repeats
-                assert sum(arm == name for arm, _ in plan) == min(wanted, cell.repeats) + (name == BASELINE)
-
-
-def test_every_cell_can_be_run_as_it_is_written() -> None:
-    for name, group in GROUPS.items():
-        for one in (group, shrunk(group)):
-            for cell in one.cells:
-                where = (name, cell.name)
-                assert all(hit % cell.chunk == 0 and hit <= one.document_tokens for hit, _ in cell.shapes), where
-                assert cell.requests > (0 if cell.rate_per_s else cell.concurrency), where
-                assert cell.concurrency * max(hit for hit, _ in cell.shapes) <= 700_000, where
-                assert one.documents > cell.concurrency + 1 or cell.requests <= one.documents, where
-                assert set(cell.arms) <= set(ARMS), where
-
-
-def test_cells_of_several_groups_share_a_name_only_where_no_arm_is_in_both() -> None:
-    seen: set[tuple[str, str]] = set()
-    for group in GROUPS.values():
-        mine = {(cell.name, arm) for cell in group.cells for arm in cell.arms}
-        assert not mine & seen
-        seen |= mine
-
-
-def test_a_second_call_skips_what_is_there_and_repeats_what_was_cut_short(tmp_path: Any) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(
-        '{"kind": "engine", "group": "core"}\n'
-        '{"kind": "repeat", "group": "core", "cell": {"name": "c"}, "arm": "auto", "repeat": 2}\n'
-        '{"kind": "verify", "group": "core", "cell": {"name": "c"}, "arm": "sync"}\n'
-        '{"kind": "repeat", "group": "extra", "cell": {"name": "c"}, "arm": "auto", "repeat": 3}\n'
-        '{"kind": "repeat", "group": "core", "cell": {"na'
-    )
-    assert done_in(path, "core") == {("c", "auto", 2), ("c", "sync", -1)}
-    assert done_in(tmp_path / "none.jsonl", "core") == set()
-
-
-def test_an_arm_of_few_requests_still_has_some_that_count() -> None:
-    cell = Cell("c", concurrency=4, hit=256, new=8, requests=14)
-    assert ARMS["recompute"].requests_of(cell) == 8
-    assert ARMS["auto"].requests_of(cell) == 14

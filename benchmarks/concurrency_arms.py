@@ -1,0 +1,110 @@
+"""The arms of vllm_concurrency.py: ways to bring a request's KV, and those that differ from another in one thing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+BASELINE: Final = "chunk_bounded"
+"""The arm that runs twice a round; the figures are taken against the better of the chunk-major arms."""
+
+CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
+DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
+"""Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One way to bring a request's KV.
+
+    Attributes:
+        settings: of the connector, over the cell's; None: nothing is loaded, everything is computed.
+        repeats: the most it takes part in; 0: as many as the cell has rounds.
+        obeys_waits: false only in the control that reads early on purpose.
+        counted_requests: of a repeat, beside the first ones that do not count; 0: all that the cell has.
+        graphs: which steps replay captured graphs: `piecewise`, those the engine captures by its defaults; `prefill`,
+            piecewise ones of prefills too; `full`, whole decoding steps.
+        begins_in_thread: a thread in Python begins the loads, not the model runner's.
+    """
+
+    name: str
+    settings: Mapping[str, Any] | None
+    repeats: int = 0
+    obeys_waits: bool = True
+    counted_requests: int = 0
+    graphs: str = "piecewise"
+    begins_in_thread: bool = False
+
+
+def _layerwise(order: str = "fifo", release: str = "first", **more: Any) -> dict[str, Any]:
+    return {"order": order, "release": release, **more}
+
+
+_CHUNK: Final = {"layers_per_slice": 0, "release": "whole"}
+_AUTO: Final = {"layers_per_slice": "auto"}
+_NO_TURNS: Final = {"turn_mib": 0}
+ARMS: Final[dict[str, Arm]] = {
+    arm.name: arm
+    for arm in (
+        Arm("recompute", None, repeats=2, counted_requests=4),
+        Arm("chunk_bounded", _CHUNK),
+        Arm("chunk_deep", {**_CHUNK, **DEEP}),
+        Arm("interleaved_first", _layerwise("round_robin")),
+        Arm("interleaved_deep_first", _layerwise("round_robin", **DEEP)),
+        Arm("fifo_first", _layerwise()),
+        Arm("fifo_first8", _layerwise(release="first:8")),
+        Arm("fifo_first16", _layerwise(release="first:16")),
+        Arm("fifo_deep_first", _layerwise(**DEEP)),
+        Arm("fifo_whole", _layerwise(release="whole")),
+        Arm("fifo_jit", _layerwise(release="jit:step")),
+        Arm("fifo_value", _layerwise(carrier="value")),
+        Arm("fifo_width8", _layerwise(layers_per_slice=8)),
+        Arm("fifo_width32", _layerwise(layers_per_slice=32)),
+        Arm("fifo_thread", _layerwise(), begins_in_thread=True),
+        Arm("shortest_first", _layerwise("shortest_remaining")),
+        Arm("sync", {"use_layerwise": True}),
+        Arm("auto", _AUTO),
+        Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
+        Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
+        Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
+        Arm("fifo_no_turns", _layerwise(**_NO_TURNS)),
+        Arm("interleaved_no_turns", _layerwise("round_robin", **_NO_TURNS)),
+        Arm("interleaved_deep_no_turns", _layerwise("round_robin", **DEEP, **_NO_TURNS)),
+        Arm("early_read", _layerwise(), repeats=1, obeys_waits=False),
+        Arm("chunk_prefill_graphs", _CHUNK, graphs="prefill"),
+        Arm("fifo_prefill_graphs", _layerwise(), graphs="prefill"),
+        Arm("sync_prefill_graphs", {"use_layerwise": True}, graphs="prefill"),
+        Arm("auto_prefill_graphs", _AUTO, graphs="prefill"),
+        Arm("chunk_full_graphs", _CHUNK, graphs="full"),
+        Arm("chunk_deep_full_graphs", {**_CHUNK, **DEEP}, graphs="full"),
+        Arm("recompute_full_graphs", None, repeats=2, counted_requests=4, graphs="full"),
+        Arm("peer_offloading", {}),
+        Arm("peer_simple", {}),
+    )
+}
+"""A cell's width is put in where an arm says nothing about `layers_per_slice`."""
+
+DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
+    ("slices of all requests in turn, instead of one request after another", "fifo_first", "interleaved_first"),
+    ("everything enqueued at the device at once", "fifo_first", "fifo_deep_first"),
+    ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
+    ("the same, of a chunk-major load", "chunk_bounded", "chunk_no_turns"),
+    ("a chunk-major load enqueued at once", "chunk_bounded", "chunk_deep"),
+    ("interleaved, at once, and no turns: together", "fifo_first", "interleaved_deep_no_turns"),
+    ("release with the last slice: what it does not overlap and a step's wait", "fifo_first", "fifo_whole"),
+    ("slices instead of chunks, released alike", "chunk_bounded", "fifo_whole"),
+    ("release just in time: fewer shared stalls", "fifo_first", "fifo_jit"),
+    ("release with the eighth layer", "fifo_first", "fifo_first8"),
+    ("release with the sixteenth layer", "fifo_first", "fifo_first16"),
+    ("the whole batch stands from the request's admission on", "fifo_first", "sync"),
+    ("slices of eight layers", "fifo_first", "fifo_width8"),
+    ("one slice of all layers", "fifo_first", "fifo_width32"),
+    ("words that the device writes, instead of events", "fifo_first", "fifo_value"),
+    ("a thread in Python begins the loads", "fifo_first", "fifo_thread"),
+    ("prefills replay captured graphs, chunk-major", "chunk_bounded", "chunk_prefill_graphs"),
+    ("prefills replay captured graphs", "fifo_first", "fifo_prefill_graphs"),
+    ("prefills replay captured graphs, chosen", "auto", "auto_prefill_graphs"),
+    ("whole decoding steps replay captured graphs, chunk-major", "chunk_bounded", "chunk_full_graphs"),
+)
+"""What one thing changes: (the thing, the arm without it, the arm with it)."""

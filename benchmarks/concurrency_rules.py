@@ -1,0 +1,158 @@
+"""Which repeats of a concurrency run count, when a change is shown, and when a cell has shown enough.
+
+A repeat is one observation: its figure is the mean over its counted requests, and errors are those of repeats, because
+requests of one repeat are not independent.
+
+On a shared machine the host's speed jumps by as much as 1.8 from one second to the next, and a step with piecewise
+graphs is as long as its launches. So each repeat carries a measure of the host that no arm has a part in: the median
+time in which a prompt was handed to the engine, the same work in every arm. Repeats in which it took `SLOW_HOST` times
+as long as in the cell's quick repeats are set aside, whatever they show.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from concurrency_arms import BASELINE, CHUNK_MAJOR
+
+Row = Mapping[str, Any]
+LARGEST_ERROR: Final = 0.02
+LARGEST_DRIFT: Final = 0.05
+SLOW_HOST: Final = 1.3
+FEWEST_REPEATS: Final = 3
+_QUICK_SHARE: Final = 0.2
+_WANTED: Final = 0.9
+"""A run goes on until errors and drift are below this share of what is allowed."""
+
+
+class Mean(NamedTuple):
+    """A mean over repeats and its standard error; the error of fewer than two repeats is not known."""
+
+    value: float
+    error: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Mean:
+        """Of one figure a repeat.
+
+        Raises:
+            ValueError: no repeats.
+        """
+        if not values:
+            raise ValueError("a mean needs at least one repeat")
+        if len(values) < 2:
+            return cls(values[0], math.inf, 1)
+        return cls(statistics.fmean(values), statistics.stdev(values) / math.sqrt(len(values)), len(values))
+
+    @property
+    def relative_error(self) -> float:
+        """Of the mean."""
+        return self.error / self.value if self.value else math.inf
+
+
+class Change(NamedTuple):
+    """How an arm's mean differs from the baseline's, as a share of the baseline's; negative: it is shorter."""
+
+    value: float
+    error: float
+    shown: bool
+    why_not: str
+
+
+def change_of(mine: Mean, base: Mean, drift: float) -> Change:
+    """The relative change, its standard error, and whether it counts: small errors, little drift, beyond two errors."""
+    ratio = mine.value / base.value
+    error = ratio * math.hypot(mine.relative_error, base.relative_error)
+    reasons = []
+    if max(mine.relative_error, base.relative_error) > LARGEST_ERROR:
+        reasons.append(f"standard error {max(mine.relative_error, base.relative_error):.1%}")
+    if drift > LARGEST_DRIFT:
+        reasons.append(f"baseline drift {drift:.1%}")
+    if abs(ratio - 1) <= 2 * error:
+        reasons.append("within two standard errors")
+    return Change(ratio - 1, error, not reasons, ", ".join(reasons))
+
+
+def counted(row: Row) -> list[Row]:
+    """The requests of a repeat that count: not the first of a closed loop, which begin together."""
+    requests: list[Row] = row["requests"]
+    return requests if row["cell"]["rate_per_s"] else requests[row["cell"]["concurrency"] :]
+
+
+def ttft_ms(row: Row) -> float:
+    """Mean time to first token of a repeat, from the engine's having the request."""
+    return statistics.fmean((request["token_us"][0] - request["queued_us"]) / 1e3 for request in counted(row))
+
+
+def host_us(row: Row) -> float | None:
+    """How quick the host was: the median hand-over of a prompt; None in an open loop, where it includes lateness."""
+    if row["cell"]["rate_per_s"]:
+        return None
+    return statistics.median(request["queued_us"] for request in row["requests"])
+
+
+def is_slow(one_us: float, all_us: Sequence[float]) -> bool:
+    """Whether the host was slow in one repeat of a cell, beside all of the cell's."""
+    quick = sorted(all_us)[int(_QUICK_SHARE * (len(all_us) - 1))]
+    return one_us > SLOW_HOST * quick
+
+
+def kept(arms: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
+    """A cell's repeats by arm without those in which the host was slow, for all arms alike.
+
+    All of them where an arm that has `FEWEST_REPEATS` would not keep as many; arms with fewer keep what they have.
+    """
+    everything = {name: list(rows) for name, rows in arms.items()}
+    host = {id(row): us for rows in arms.values() for row in rows if (us := host_us(row)) is not None}
+    all_us = list(host.values())
+    found: dict[str, list[Row]] = {}
+    for name, rows in everything.items():
+        if len(rows) < FEWEST_REPEATS:
+            found[name] = rows
+            continue
+        found[name] = [row for row in rows if id(row) not in host or not is_slow(host[id(row)], all_us)]
+        if len(found[name]) < FEWEST_REPEATS:
+            return everything
+    return found
+
+
+def drift_of(values: Sequence[float]) -> float:
+    """Between the means of the earlier and of the later half of the baseline's repeats; of three, first and last."""
+    if len(values) < 2:
+        return math.inf
+    half = len(values) // 2 if len(values) > 3 else 1
+    return abs(statistics.fmean(values[-half:]) - statistics.fmean(values[:half])) / statistics.fmean(values)
+
+
+def in_time(rows: Sequence[Row]) -> list[Row]:
+    """As they were run."""
+    return sorted(rows, key=lambda row: (row.get("at_s", 0.0), row["repeat"]))
+
+
+def not_shown_yet(arms: Mapping[str, Sequence[Row]], wanted: Sequence[str]) -> set[str]:
+    """The arms that need more repeats before a change of theirs can be shown; the baseline where it drifts.
+
+    Recomputation runs as often as its arm says. The chunk-major form that is surely the worse one needs no more.
+    """
+    have = kept({name: arms.get(name, ()) for name in wanted})
+    means = {name: Mean.of([ttft_ms(row) for row in rows]) if rows else None for name, rows in have.items()}
+    wide = {
+        name
+        for name, mean in means.items()
+        if not name.startswith("recompute")
+        and (mean is None or mean.repeats < FEWEST_REPEATS or mean.relative_error > _WANTED * LARGEST_ERROR)
+    }
+    bounded, deep = (means.get(name) for name in CHUNK_MAJOR)
+    if bounded is not None and deep is not None and max(bounded.repeats, deep.repeats) >= FEWEST_REPEATS:
+        worse = CHUNK_MAJOR[bounded.value < deep.value]
+        if abs(bounded.value - deep.value) > 3 * math.hypot(bounded.error, deep.error) and worse != BASELINE:
+            wide.discard(worse)
+    if BASELINE in have:
+        drift = drift_of([ttft_ms(row) for row in in_time(have[BASELINE])])
+        if drift > _WANTED * LARGEST_DRIFT:
+            wide.add(BASELINE)
+    return wide

@@ -1,0 +1,246 @@
+"""What a concurrency run measures, in which order, how often, and which repeats count."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import concurrency_run
+import pytest
+from concurrency_cells import ARMS, BASELINE, DIFFERENCES, GROUPS, Arm, Cell, Group, joined
+from concurrency_rules import drift_of, kept, not_shown_yet
+from concurrency_run import Run, round_of, rows_in
+from vllm_concurrency import shrunk
+
+CELL = Cell("c", 1, 256, 8, 6, arms=(BASELINE, "chunk_deep", "fifo_first", "recompute"), repeats=2, most_repeats=8)
+
+
+def repeat(arm: str, number: int, ttft_ms: float, queued_us: int = 3_000, rate: float | None = None) -> dict[str, Any]:
+    request = {"queued_us": queued_us, "token_us": [round(queued_us + 1e3 * ttft_ms)]}
+    cell = {"name": "c", "concurrency": 1, "rate_per_s": rate}
+    return {
+        "kind": "repeat", "cell": cell, "arm": arm, "repeat": number, "requests": [request] * 3, "at_s": float(number),
+    }  # fmt: skip
+
+
+# ---- order
+
+
+def test_a_round_has_each_arm_once_and_the_baseline_before_each_half() -> None:
+    order = round_of(GROUPS["core"].cells[0], ARMS, 0, seed=1)
+    assert order[0] == BASELINE
+    assert order.count(BASELINE) == 2
+    assert order.index(BASELINE, 1) == 1 + (len(order) - 1) // 2
+    assert sorted(set(order)) == sorted(GROUPS["core"].cells[0].arms)
+
+
+def test_every_second_round_runs_backwards_and_every_pair_has_an_order_of_its_own() -> None:
+    rounds = [[one for one in round_of(GROUPS["core"].cells[0], ARMS, number, 1) if one != "recompute"]
+              for number in range(6)]  # fmt: skip
+    assert rounds[1] == rounds[0][::-1]
+    assert rounds[3] == rounds[2][::-1]
+    assert rounds[2] not in (rounds[0], rounds[4])
+
+
+def test_an_arm_of_few_repeats_leaves_the_later_rounds_out() -> None:
+    assert ["recompute" in round_of(CELL, ARMS, number, 1) for number in range(4)] == [True, True, False, False]
+
+
+class OneEngine:
+    """Answers for a Run: every repeat takes what `ttft_ms` says."""
+
+    peer = "none"
+
+    class Cores:
+        chosen = 0
+
+        def choose(self) -> None:
+            self.chosen += 1
+
+    def __init__(self) -> None:
+        self.cores = self.Cores()
+
+    def fill(self, cell: Cell) -> float:
+        return 0.0
+
+    def recover(self) -> None: ...
+
+
+def ran(
+    monkeypatch: pytest.MonkeyPatch, out: Path, ttft_ms: Any, cell: Cell = CELL, budget_s: float = 1e9
+) -> tuple[bool, list[str]]:
+    """Whether the run says it is done, and the arms that were measured, in order."""
+    order: list[str] = []
+
+    def run_repeat(engine: Any, cell: Cell, arm: Arm, number: int, tag: str) -> dict[str, Any]:
+        if number < 0:
+            return {}
+        order.append(arm.name)
+        return repeat(arm.name, number, ttft_ms(arm.name, number))
+
+    monkeypatch.setattr(concurrency_run, "run_repeat", run_repeat)
+    monkeypatch.setitem(GROUPS, "one", Group((cell,)))
+    asked = argparse.Namespace(out=out, cells="one", seed=1, budget_s=budget_s)
+    run = Run(asked, OneEngine(), GROUPS["one"], ARMS, 0.0)
+    return run.all([cell]), order
+
+
+def test_a_quiet_cell_gets_its_rounds_and_then_what_its_errors_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done, order = ran(monkeypatch, tmp_path / "o", lambda arm, number: 100.0 + number % 2)
+    assert done
+    assert order.count("recompute") == 2
+    assert order.count("fifo_first") == order.count("chunk_deep") == 4, "two rounds of its own, and two repeats are few"
+    assert order.count(BASELINE) == 8
+
+
+def test_only_the_arms_that_are_not_shown_and_the_baseline_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noisy = {"fifo_first": 30.0}
+    done, order = ran(monkeypatch, tmp_path / "o", lambda arm, number: 100.0 + noisy.get(arm, 1.0) * (number % 2))
+    assert done
+    assert order.count("fifo_first") == CELL.most_repeats
+    assert order.count("chunk_deep") == 4
+    assert order.count(BASELINE) == 2 * CELL.most_repeats
+
+
+def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = ran(monkeypatch, tmp_path / "whole", lambda arm, number: 100.0 + number % 2)[1]
+    out = tmp_path / "o"
+    lines = (tmp_path / "whole").read_text(encoding="utf-8").splitlines()
+    out.write_text("\n".join(lines[:5]) + '\n{"kind": "repeat", "gro\n', encoding="utf-8")
+    assert ran(monkeypatch, out, lambda arm, number: 100.0 + number % 2)[1] == whole[5:]
+    numbers = [(row["arm"], row["repeat"]) for row in rows_in(out, ["one"])]
+    assert len(set(numbers)) == len(numbers) == len(whole)
+
+
+def test_nothing_begins_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ran(monkeypatch, tmp_path / "o", lambda arm, number: 1.0, budget_s=-1.0) == (False, [])
+
+
+def test_lines_of_other_groups_and_lines_cut_short_do_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    path.write_text(
+        '{"kind": "engine", "group": "core"}\n'
+        '{"kind": "repeat", "group": "core", "arm": "auto"}\n'
+        '{"kind": "repeat", "group": "extra", "arm": "auto"}\n'
+        '{"kind": "repeat", "group": "core", "cell": {"na'
+    )
+    assert [json.dumps(row) for row in rows_in(path, ["core"])] == [
+        '{"kind": "repeat", "group": "core", "arm": "auto"}'
+    ]
+    assert rows_in(tmp_path / "none.jsonl", ["core"]) == []
+
+
+# ---- which repeats count
+
+
+def test_repeats_of_a_slow_host_are_set_aside_for_all_arms_alike() -> None:
+    arms = {
+        name: [repeat(name, number, 100.0, 5_000 if number == slow else 3_000) for number in range(4)]
+        for name, slow in ((BASELINE, 1), ("fifo_first", 3))
+    }
+    assert {name: [row["repeat"] for row in rows] for name, rows in kept(arms).items()} == {
+        BASELINE: [0, 2, 3],
+        "fifo_first": [0, 1, 2],
+    }
+
+
+def test_no_repeat_is_set_aside_where_an_arm_would_keep_too_few() -> None:
+    arms = {
+        BASELINE: [repeat(BASELINE, number, 100.0, 5_000 if number else 3_000) for number in range(4)],
+        "fifo_first": [repeat("fifo_first", number, 50.0) for number in range(4)],
+    }
+    assert {name: len(rows) for name, rows in kept(arms).items()} == {BASELINE: 4, "fifo_first": 4}
+
+
+def test_what_a_repeat_shows_has_no_part_in_whether_it_counts() -> None:
+    arms = {"fifo_first": [repeat("fifo_first", number, 10.0 ** (number + 1)) for number in range(4)]}
+    assert len(kept(arms)["fifo_first"]) == 4
+
+
+def test_in_an_open_loop_a_late_hand_over_is_no_slow_host() -> None:
+    arms = {"fifo_first": [repeat("fifo_first", number, 10.0, 3_000 * (1 + number), rate=9.0) for number in range(5)]}
+    assert len(kept(arms)["fifo_first"]) == 5
+
+
+def test_drift_is_between_earlier_and_later_repeats() -> None:
+    assert drift_of([100, 150, 110]) == pytest.approx(10 / 120)
+    assert drift_of([100, 104, 120, 124]) == pytest.approx(20 / 112)
+    assert drift_of([100, 124, 104, 120]) == pytest.approx(0.0), "noise in each half is no drift"
+    assert drift_of([100]) == math.inf, "one repeat shows no drift"
+
+
+def test_the_surely_worse_chunk_major_form_needs_no_more_repeats() -> None:
+    quiet = [repeat(BASELINE, number, 100.0 + number % 2) for number in range(4)]
+    wild = [repeat("chunk_deep", number, 200.0 + 40 * (number % 2)) for number in range(4)]
+    near = [repeat("chunk_deep", number, 90.0 + 40 * (number % 2)) for number in range(4)]
+    wanted = (BASELINE, "chunk_deep")
+    assert not_shown_yet({BASELINE: quiet, "chunk_deep": wild}, wanted) == set()
+    assert not_shown_yet({BASELINE: quiet, "chunk_deep": near}, wanted) == {"chunk_deep"}
+
+
+def test_a_drifting_baseline_is_not_shown_yet() -> None:
+    rows = [repeat(BASELINE, number, 100.0 + 2 * number) for number in range(6)]
+    assert not_shown_yet({BASELINE: rows}, (BASELINE,)) == {BASELINE}
+
+
+# ---- cells and arms as they are written
+
+
+def test_every_cell_can_be_run_as_it_is_written() -> None:
+    for name, group in GROUPS.items():
+        for one in (group, shrunk(group)):
+            for cell in one.cells:
+                where = (name, cell.name)
+                assert all(hit % cell.chunk == 0 and hit <= one.document_tokens for hit, _ in cell.shapes), where
+                assert cell.requests > (0 if cell.rate_per_s else cell.concurrency), where
+                assert one.documents > cell.concurrency + 1 or cell.requests <= one.documents, where
+                assert set(cell.arms) <= set(ARMS), where
+                assert 1 <= cell.repeats <= cell.most_repeats, where
+
+
+def test_a_cell_that_memory_cannot_hold_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 requests of 65536 cached tokens are 1048576 at once, more than 700000"):
+        Cell("c", 16, 65_536, 256, 20)
+
+
+def test_cells_of_several_groups_share_a_name_only_where_no_arm_is_in_both() -> None:
+    seen: set[tuple[str, str]] = set()
+    for group in GROUPS.values():
+        mine = {(cell.name, arm) for cell in group.cells for arm in cell.arms}
+        assert not mine & seen
+        seen |= mine
+
+
+def test_arms_that_need_graphs_are_in_groups_that_capture_them() -> None:
+    for name, group in GROUPS.items():
+        kinds = {ARMS[arm].graphs for cell in group.cells for arm in cell.arms}
+        assert "full" not in kinds or group.full_graphs, name
+        assert "prefill" not in kinds or group.prefill_graphs, name
+
+
+def test_what_one_thing_changes_is_measured_in_one_cell() -> None:
+    for _thing, without, with_it in DIFFERENCES:
+        assert any({without, with_it} <= set(cell.arms) for group in GROUPS.values() for cell in group.cells)
+
+
+def test_groups_of_one_engine_are_joined_and_others_refused() -> None:
+    both = joined("core+graphs", GROUPS)
+    assert both.cells == GROUPS["core"].cells + GROUPS["graphs"].cells
+    assert both.prefill_graphs == GROUPS["graphs"].prefill_graphs
+    with pytest.raises(ValueError, match="do not run in one engine"):
+        joined("core+long", GROUPS)
+    with pytest.raises(ValueError, match="there is no group cores; there are chunks, core"):
+        joined("cores", GROUPS)
+
+
+def test_an_arm_of_few_requests_still_has_some_that_count() -> None:
+    cell = Cell("c", concurrency=4, hit=256, new=8, requests=14)
+    assert cell.requests_of(ARMS["recompute"]) == 8
+    assert cell.requests_of(ARMS["auto"]) == 14
