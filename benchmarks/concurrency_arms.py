@@ -43,11 +43,11 @@ def _layerwise(order: str = "fifo", release: str = "first", **more: Any) -> dict
 
 _CHUNK: Final = {"layers_per_slice": 0, "release": "whole"}
 _AUTO: Final = {"layers_per_slice": "auto"}
-_NO_TURNS: Final = {"turn_mib": 0}
+_NO_TURNS: Final[dict[str, Any]] = {"turn_mib": 0}
 ARMS: Final[dict[str, Arm]] = {
     arm.name: arm
     for arm in (
-        Arm("recompute", None, repeats=2, counted_requests=4),
+        Arm("recompute", None, repeats=2, counted_requests=2),
         Arm("chunk_bounded", _CHUNK),
         Arm("chunk_deep", {**_CHUNK, **DEEP}),
         Arm("interleaved_first", _layerwise("round_robin")),
@@ -78,7 +78,7 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("auto_prefill_graphs", _AUTO, graphs="prefill"),
         Arm("chunk_full_graphs", _CHUNK, graphs="full"),
         Arm("chunk_deep_full_graphs", {**_CHUNK, **DEEP}, graphs="full"),
-        Arm("recompute_full_graphs", None, repeats=2, counted_requests=4, graphs="full"),
+        Arm("recompute_full_graphs", None, repeats=2, counted_requests=2, graphs="full"),
         Arm("peer_offloading", {}),
         Arm("peer_simple", {}),
     )

@@ -14,6 +14,7 @@ __all__ = ["ARMS", "BASELINE", "CHUNK_MAJOR", "DEEP", "DIFFERENCES", "GROUPS", "
 MOST_HIT_TOKENS: Final = 700_000
 """Of all requests of a cell at once, so that the engine's memory holds them."""
 _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
+_FOUR: Final = (BASELINE, "interleaved_first", "fifo_first", "auto")
 _ALONE: Final = (BASELINE, "chunk_deep", "fifo_first", "fifo_jit", "sync", "auto", "recompute")
 """One request at a time: there is nobody to interleave with, and no other order."""
 _ALL: Final = (
@@ -149,15 +150,12 @@ def _named(cell: Cell, suffix: str, **changes: Any) -> Cell:
 _CORE: Final = (
     _closed(4, 15_360, 768),
     _closed(1, 15_360, 768, arms=_ALONE),
-    _closed(8, 15_360, 768),
-    _closed(4, 15_360, 256, arms=(*_FEW, "recompute")),
-    _closed(4, 15_360, 2048, arms=(*_FEW, "recompute")),
+    _closed(8, 15_360, 768, repeats=3),
+    *(_closed(4, 15_360, new, arms=(*_FEW, "recompute"), repeats=3) for new in (256, 2048)),
     *(
-        _closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"))
+        _closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"), repeats=3)
         for new in (256, 1536, 2048)
     ),
-    _closed(8, 15_360, 256, arms=_FEW),
-    _closed(8, 15_360, 2048, arms=_FEW),
 )
 _ORIGINAL_REQUESTS: Final = {1: 4, 4: 11, 8: 20}
 _ORIGINAL: Final = tuple(
@@ -205,8 +203,8 @@ GROUPS: Final[dict[str, Group]] = {
     "original": Group(_ORIGINAL),
     "finding": Group(
         (
-            _named(_MIDDLE, "finding", arms=_ONE_THING, repeats=3, most_repeats=8),
-            _named(_ONE, "finding", arms=_ONE_THING_ALONE, repeats=3, most_repeats=6),
+            _named(_MIDDLE, "finding", arms=_ONE_THING, repeats=2, most_repeats=8),
+            _named(_ONE, "finding", arms=_ONE_THING_ALONE, repeats=2, most_repeats=6),
         )
     ),
     "graphs": Group(
@@ -218,46 +216,64 @@ GROUPS: Final[dict[str, Group]] = {
                     BASELINE,
                     "fifo_first",
                     "auto",
-                    "chunk_prefill_graphs",
-                    "fifo_prefill_graphs",
-                    "sync_prefill_graphs",
-                    "auto_prefill_graphs",
+                    *(f"{arm}_prefill_graphs" for arm in ("chunk", "fifo", "sync", "auto")),
                 ),
+                repeats=3,
             ),
             _named(
                 _MIDDLE,
                 "graphs",
-                arms=(BASELINE, "fifo_first", "chunk_prefill_graphs", "fifo_prefill_graphs", "auto_prefill_graphs"),
-                repeats=3,
+                arms=(BASELINE, "fifo_first", *(f"{arm}_prefill_graphs" for arm in ("chunk", "fifo", "auto"))),
+                repeats=2,
             ),
         ),
         prefill_graphs=_PREFILL_GRAPHS,
     ),
     "extra": Group(
         (
-            _named(_MIDDLE, "bystanders", bystanders=8, arms=(*_FEW, "fifo_jit", "auto_heavy")),
-            _named(_MIDDLE, "out50", output=50, requests=14, arms=(*_FEW, "auto_light", "auto_heavy", "fifo_first16")),
-            _named(_EIGHT, "out50", output=50, requests=22, repeats=3),
-            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=8, repeats=3, most_repeats=6),
-            _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, repeats=3, most_repeats=8),
-            _named(_MIDDLE, "open", rate_per_s=9.0, requests=24, repeats=3),
-            _closed(16, 15_360, 768, arms=_FEW, repeats=3),
-            _named(_MIDDLE, "misses", miss_every=2, stores=True, repeats=3, most_repeats=6),
+            _named(
+                _MIDDLE,
+                "bystanders",
+                bystanders=8,
+                arms=(BASELINE, "fifo_first", "fifo_jit", "auto", "auto_heavy"),
+                repeats=3,
+            ),
+            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=6, arms=_FOUR, repeats=2, most_repeats=4),
+            _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, arms=_FOUR, repeats=2, most_repeats=6),
+            _named(
+                _MIDDLE,
+                "out50",
+                output=50,
+                requests=14,
+                arms=(BASELINE, "fifo_first", "auto", "auto_light", "auto_heavy", "fifo_first16"),
+                repeats=2,
+            ),
+            _named(_EIGHT, "out50", output=50, requests=22, arms=(BASELINE, "fifo_first", "auto"), repeats=2),
+            _closed(16, 15_360, 768, requests=36, arms=_FOUR, repeats=2),
+            _named(_MIDDLE, "open", rate_per_s=9.0, requests=16, arms=_FOUR, repeats=2),
             _named(
                 _MIDDLE,
                 "mixed",
                 mix=((15_360, 768), (4_096, 256), (8_192, 2_048), (15_360, 256)),
                 requests=20,
-                arms=(*_FEW, "shortest_first"),
-                repeats=3,
+                arms=(*_FOUR, "shortest_first"),
+                repeats=2,
             ),
-            _named(_MIDDLE, "out128", output=128, requests=8, repeats=3, most_repeats=6),
-            _named(_MIDDLE, "stores", stores=True, repeats=3, most_repeats=6),
-            _closed(2, 15_360, 768, arms=_FEW, repeats=3),
-            _named(_MIDDLE, "width8", width=8, repeats=3),
-            _named(_MIDDLE, "width32", width=32, repeats=3),
-            _closed(4, 4_096, 256, arms=_FEW, repeats=3),
-            _closed(1, 4_096, 256, arms=_FEW, repeats=3),
+            _named(
+                _MIDDLE,
+                "misses",
+                miss_every=2,
+                stores=True,
+                requests=10,
+                arms=(BASELINE, "fifo_first", "auto"),
+                repeats=2,
+                most_repeats=6,
+            ),
+            _named(_MIDDLE, "out128", output=128, requests=8, arms=_FOUR, repeats=2, most_repeats=6),
+            _named(_MIDDLE, "stores", stores=True, arms=(BASELINE, "fifo_first", "auto"), repeats=2, most_repeats=6),
+            _closed(2, 15_360, 768, arms=_FOUR, repeats=2),
+            *(_closed(8, 15_360, new, arms=_FOUR, repeats=2) for new in (256, 2048)),
+            *(_closed(concurrency, 4_096, 256, arms=_FOUR, repeats=2) for concurrency in (4, 1)),
         )
     ),
     "chunks": Group(

@@ -19,7 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from concurrency_figures import CellFigures, Mean, Row, figures_of, verdicts_of
+from concurrency_figures import CellFigures, figures_of, verdicts_of
+from concurrency_rules import Mean, Row
 
 
 def read(paths: Sequence[Path]) -> list[Row]:

@@ -92,7 +92,7 @@ def host_us(row: Row) -> float | None:
     """How quick the host was: the median hand-over of a prompt; None in an open loop, where it includes lateness."""
     if row["cell"]["rate_per_s"]:
         return None
-    return statistics.median(request["queued_us"] for request in row["requests"])
+    return float(statistics.median(request["queued_us"] for request in row["requests"]))
 
 
 def is_slow(one_us: float, all_us: Sequence[float]) -> bool:

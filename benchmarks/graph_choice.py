@@ -37,7 +37,7 @@ class GraphChoice:
         """
         if kind not in KINDS:
             raise ValueError(f"graphs must be one of {', '.join(KINDS)}, got {kind!r}")
-        if not self._captured:
+        if self._manager is None or not self._captured:
             return
         allowed = {
             key: [one for one in found if self._allows(kind, one, key[0])] for key, found in self._captured.items()
