@@ -105,6 +105,8 @@ class ConcurrencyEngine:
     def facts(self) -> dict[str, Any]:
         """Settings of the engine that decide its times."""
         config = self._engine.vllm_config
+        sizes = list(config.compilation_config.cudagraph_capture_sizes or ())
+        usual = 2 * config.scheduler_config.max_num_seqs  # what arms that say nothing of graphs replay at most
         return {
             "parameters": self.parameters,
             "tensor_parallel": self._tensor_parallel,
@@ -112,7 +114,7 @@ class ConcurrencyEngine:
             "kv_capacity_tokens": config.cache_config.num_gpu_blocks * config.cache_config.block_size,
             "block_tokens": config.cache_config.block_size,
             "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-            "cudagraph_capture_max": config.compilation_config.max_cudagraph_capture_size,
+            "cudagraph_capture_max": max((size for size in sizes if size <= usual), default=None),
             "async_scheduling": bool(config.scheduler_config.async_scheduling),
             "second_runner": bool(getattr(config, "use_v2_model_runner", False)),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
@@ -120,7 +122,7 @@ class ConcurrencyEngine:
             "switch_interval_s": sys.getswitchinterval(),
             "custom_all_reduce": not config.parallel_config.disable_custom_all_reduce,
             "host_pool_bytes": self._pool_bytes,
-            "cudagraph_capture_sizes": list(config.compilation_config.cudagraph_capture_sizes or ()),
+            "cudagraph_capture_sizes": sizes,
         }
 
     # ---- arms

@@ -121,6 +121,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         "cell": dataclasses.asdict(cell),
         "arm": arm.name,
         "settings": arm.settings,
+        "graphs": arm.graphs,
         "repeat": repeat,
         "at_s": time.time(),
         "wall_us": round((end_ns - begin_ns) / 1e3),
