@@ -23,6 +23,8 @@ class ArmFigures:
     """One arm of one cell. Times in milliseconds.
 
     Attributes:
+        unnoticed_ms: from the landing that allowed a request's release to the release, the engine's poll between steps.
+        unadmitted_ms: from the release to the next step that prefills.
         first_layer_ms, last_layer_ms: from the engine's having the request to the landing, on the slower rank.
         set_aside: repeats that do not count, because the host was slow.
         last_layer_by_rank_ms: the same of each rank; empty where there is one.
@@ -36,6 +38,8 @@ class ArmFigures:
     requests_per_s: Mean
     first_layer_ms: float | None
     last_layer_ms: float | None
+    unnoticed_ms: float | None
+    unadmitted_ms: float | None
     host_stall_ms: float
     link_busy: float
     gpu_busy: float | None
@@ -135,6 +139,8 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
         requests_per_s=Mean.of([len(row["requests"]) / row["wall_us"] * 1e6 for row in rows]),
         first_layer_ms=_mean(loaded, lambda one: (one["landed_us"][0] - one["queued_us"]) / 1e3) if loaded else None,
         last_layer_ms=_mean(loaded, lambda one: (one["landed_us"][-1] - one["queued_us"]) / 1e3) if loaded else None,
+        unnoticed_ms=_mean_of([wait[0] for row in rows for wait in _release_waits_ms(row)]),
+        unadmitted_ms=_mean_of([wait[1] for row in rows for wait in _release_waits_ms(row)]),
         host_stall_ms=sum(us for row in rows for us in row["host_stall_us"].values()) / 1e3 / len(rows),
         link_busy=sum(_link_busy_us(row) for row in rows) / wall_us,
         gpu_busy=sum(gpu) / wall_us if gpu else None,
@@ -153,6 +159,24 @@ def _last_by_rank_ms(requests: Sequence[Row]) -> tuple[float, ...]:
         if one.get("landed_by_rank_us")
     ]
     return tuple(statistics.fmean(rank) for rank in zip(*lasts, strict=True))
+
+
+def _release_waits_ms(row: Row) -> list[tuple[float, float]]:
+    """Of each counted request that was loaded and released: until it was, and from then to the next prefilling step."""
+    new = min(shape[1] for shape in row["cell"]["mix"] or [[0, row["cell"].get("new", 1)]])
+    begins = [step[0] for step in row["steps"] if step[2] >= new]
+    found = []
+    for one in counted(row):
+        landed = [us for us in one.get("landed_us", ()) if us <= one.get("released_us", -1)]
+        after = [us for us in begins if us >= one["at_us"] + one.get("released_us", 0)]
+        if landed and after:
+            released_us = one["released_us"]
+            found.append(((released_us - max(landed)) / 1e3, (min(after) - one["at_us"] - released_us) / 1e3))
+    return found
+
+
+def _mean_of(values: Sequence[float]) -> float | None:
+    return statistics.fmean(values) if values else None
 
 
 def _mean(requests: Sequence[Row], figure: Any) -> float:

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """The table of a concurrency run: every arm of every cell beside the better chunk-major form and the ceiling.
 
-    concurrency_report.py RUN.jsonl ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD]
+    concurrency_report.py RUN.jsonl ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
 
-A change counts only where the standard errors of both arms are at most 2%, the baseline's first and last repeat differ
-by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not shown" and why.
+A change counts only where the standard errors of both arms are at most 2%, the earlier and the later half of the
+baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
+shown" and why. Last come the goals beside what was measured, and what one thing at a time changes.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from concurrency_figures import CellFigures, figures_of, verdicts_of
+from concurrency_goals import cells_table, differences_table, goals, goals_table, predictions_of
 from concurrency_rules import Mean, Row
 
 
@@ -48,9 +50,9 @@ def table(cell: CellFigures) -> str:
         f"T {transfer} ms, P {prefill} ms, ceiling of one request alone {ceiling}, hit fraction {share:.0%}, baseline "
         f"{cell.baseline}, drift {cell.drift:.1%}",
         "",
-        "| arm | n | TTFT mean ± se | change | p50 | p99 | first layer | all landed | e2e | TPOT | req/s | stall "
-        "| link | GPU | peak in flight | bystanders' TPOT |",
-        "|---|" + "---|" * 15,
+        "| arm | n | aside | TTFT mean ± se | change | p50 | p99 | first layer | all landed | e2e | TPOT | req/s "
+        "| stall | unnoticed | not admitted | link | GPU | peak in flight | bystanders' TPOT |",
+        "|---|" + "---|" * 18,
     ]
     for name, arm in sorted(cell.arms.items(), key=lambda item: item[1].ttft.value):
         change = cell.change(name)
@@ -60,9 +62,11 @@ def table(cell: CellFigures) -> str:
         if arm.flawed:
             text += f"; {arm.flawed} repeats FLAWED"
         lines.append(
-            f"| {name} | {arm.ttft.repeats} | {_pm(arm.ttft)} | {text} | {arm.p50:.1f} | {arm.p99:.1f} | "
+            f"| {name} | {arm.ttft.repeats} | {arm.set_aside} | {_pm(arm.ttft)} | {text} | {arm.p50:.1f} | "
+            f"{arm.p99:.1f} | "
             f"{_or_dash(arm.first_layer_ms)} | {_or_dash(arm.last_layer_ms)} | {_pm(arm.e2e)} | {arm.tpot.value:.2f} | "
-            f"{arm.requests_per_s.value:.2f} | {arm.host_stall_ms:.1f} | {arm.link_busy:.0%} | "
+            f"{arm.requests_per_s.value:.2f} | {arm.host_stall_ms:.1f} | "
+            f"{_or_dash(arm.unnoticed_ms)} | {_or_dash(arm.unadmitted_ms)} | {arm.link_busy:.0%} | "
             f"{'-' if arm.gpu_busy is None else f'{arm.gpu_busy:.0%}'} | {arm.peak_in_flight_bytes / 1e6:.0f} MB | "
             f"{'-' if arm.bystander_tpot is None else _pm(arm.bystander_tpot)} |"
         )
@@ -162,6 +166,8 @@ def main() -> int:
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--json", type=Path, help="the figures without the requests")
     parser.add_argument("--svg", type=Path, help="a folder for the pictures")
+    parser.add_argument("--predicted", type=Path, help="what `lamella validate --json` wrote of the same cells")
+    parser.add_argument("--goals", action="store_true", help="only the goals and what one thing changes")
     parser.add_argument("--cell", default="", help="only cells whose name holds this")
     asked = parser.parse_args()
     rows = read(asked.runs)
@@ -169,10 +175,16 @@ def main() -> int:
     if not cells:
         print("no repeats in these files", file=sys.stderr)
         return 1
-    for cell in cells.values():
-        print(table(cell))
-    print(answers_table(rows))
-    print(overview(cells))
+    verdicts = verdicts_of(rows)
+    predicted = predictions_of(json.loads(asked.predicted.read_text(encoding="utf-8"))) if asked.predicted else {}
+    if not asked.goals:
+        for cell in cells.values():
+            print(table(cell))
+        print(answers_table(rows))
+        print(overview(cells))
+    print(differences_table(cells))
+    print(cells_table(cells, predicted))
+    print(goals_table(goals(cells, verdicts, rows)))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
     if asked.svg:

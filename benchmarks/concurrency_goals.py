@@ -1,0 +1,319 @@
+"""What a concurrency run was to show: each goal beside what was measured, and whether it is reached and shown.
+
+Goals are for one H200 and 15,360 cached tokens, against the better chunk-major form that replays the same graphs.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from concurrency_arms import ARMS, DIFFERENCES
+from concurrency_figures import CellFigures, Verdict
+from concurrency_rules import Row, change_of, counted
+
+CHOSEN: Final = ("auto", "auto_prefill_graphs")
+"""The arms that choose for each request; what the goals are about."""
+
+_TTFT: Final[tuple[tuple[str, str, float], ...]] = (
+    ("C = 1, new = 768", "c1_hit15360_new768_chunk256", -0.39),
+    ("C = 4, new = 768", "c4_hit15360_new768_chunk256", -0.45),
+    ("C = 8, new = 768", "c8_hit15360_new768_chunk256", -0.55),
+    ("C = 4, new = 256", "c4_hit15360_new256_chunk256", -0.45),
+    ("C = 4, new = 2048", "c4_hit15360_new2048_chunk256", -0.45),
+    ("12,288 + 2,866, chunk 4096, C = 1", "c1_hit12288_new2866_chunk4096", 0.0),
+    ("12,288 + 2,866, chunk 4096, C = 4", "c4_hit12288_new2866_chunk4096", 0.0),
+    ("12,288 + 2,866, chunk 4096, C = 8", "c8_hit12288_new2866_chunk4096", 0.0),
+    ("14,336 + 818, chunk 2048, C = 1", "c1_hit14336_new818_chunk2048", 0.0),
+    ("14,336 + 818, chunk 2048, C = 4", "c4_hit14336_new818_chunk2048", 0.0),
+    ("14,336 + 818, chunk 2048, C = 8", "c8_hit14336_new818_chunk2048", 0.0),
+)
+"""(what, cell, largest change of the mean time to first token); 0: any gain."""
+CEILING_SHARE: Final = 0.8
+MEAN_REGRET: Final = 0.03
+LARGEST_REGRET: Final = 0.08
+BYSTANDERS: Final = 0.05
+
+
+class Line(NamedTuple):
+    """One goal: what it is about, the goal, what was measured, and one of `reached`, `missed` or `not shown: ...`."""
+
+    what: str
+    goal: str
+    measured: str
+    state: str
+
+
+def graphs_of(arm: str) -> str:
+    """Which graphs the arm replays; arms of a recording that are not known here replay the usual ones."""
+    return ARMS[arm].graphs if arm in ARMS else "piecewise"
+
+
+def baseline_of(cell: CellFigures, arm: str) -> str | None:
+    """The better chunk-major arm with the same graphs; None where the cell has none."""
+    alike = [
+        name
+        for name in cell.arms
+        if name.startswith(("chunk_bounded", "chunk_deep", "chunk_prefill", "chunk_full"))
+        and graphs_of(name) == graphs_of(arm)
+    ]
+    return min(alike, key=lambda name: cell.arms[name].ttft.value, default=None)
+
+
+def chosen_of(cell: CellFigures) -> list[str]:
+    """The cell's arms that choose for each request."""
+    return [name for name in CHOSEN if name in cell.arms]
+
+
+def regret_of(cell: CellFigures, arm: str) -> tuple[float, str] | None:
+    """By how much the arm's mean is above the best other arm's with the same graphs, and which that is."""
+    others = [
+        name
+        for name in cell.arms
+        if not name.startswith("auto") and name != "early_read" and graphs_of(name) == graphs_of(arm)
+    ]
+    if not others:
+        return None
+    best = min(others, key=lambda name: cell.arms[name].ttft.value)
+    return cell.arms[arm].ttft.value / cell.arms[best].ttft.value - 1, best
+
+
+def goals(
+    cells: Mapping[str, CellFigures], verdicts: Mapping[tuple[str, str], Verdict], rows: Sequence[Row]
+) -> list[Line]:
+    """Every goal that the cells say something about."""
+    lines = [line for what, name, goal in _TTFT for line in _ttft_lines(cells, what, name, goal)]
+    lines += [line for cell in cells.values() for line in _ceiling_lines(cell)]
+    regrets = [
+        max(0.0, regret[0]) for cell in cells.values() if "auto" in cell.arms and (regret := regret_of(cell, "auto"))
+    ]
+    if regrets:
+        mean, largest = statistics.fmean(regrets), max(regrets)
+        reached = mean <= MEAN_REGRET and largest <= LARGEST_REGRET
+        lines.append(
+            Line(
+                f"auto's regret in {len(regrets)} cells",
+                f"mean ≤ {MEAN_REGRET:.0%}, any ≤ {LARGEST_REGRET:.0%}",
+                f"mean {mean:.1%}, largest {largest:.1%}",
+                "reached" if reached else "missed",
+            )
+        )
+    for figure, what, sign in (
+        ("ttft", "auto's time to first token over chunk-major's", 1),
+        ("requests_per_s", "auto's throughput over chunk-major's", -1),
+        ("e2e", "auto's end-to-end latency over chunk-major's, 50 tokens", 1),
+    ):
+        chosen = [cell for cell in cells.values() if figure != "e2e" or cell.cell["output"] == 50]
+        lines += _never_worse(chosen, figure, what, sign)
+    lines += _bystander_lines(cells.values())
+    if verdicts:
+        wrong = {arm: verdict.wrong for (_cell, arm), verdict in verdicts.items() if verdict.wrong}
+        caught = sum(verdict.wrong for (_cell, arm), verdict in verdicts.items() if arm == "early_read")
+        total = sum(sum(verdict[:3]) for (_cell, arm), verdict in verdicts.items() if arm != "early_read")
+        wrong.pop("early_read", None)
+        lines.append(
+            Line(
+                "wrong answers",
+                "0",
+                f"{sum(wrong.values())} of {total}; the early reader's {caught}",
+                "missed" if wrong else "reached" if caught else "not shown: nothing was caught reading early",
+            )
+        )
+    same, seen = first_tokens(rows)
+    if seen:
+        lines.append(Line("first tokens like recomputation's, in all repeats", "-", f"{same} of {seen}", "-"))
+    return lines
+
+
+def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: float) -> Iterable[Line]:
+    for cell_name in (name, f"{name}_graphs"):
+        cell = cells.get(cell_name)
+        if cell is None:
+            continue
+        for arm in chosen_of(cell):
+            if cell_name != name and graphs_of(arm) == "piecewise":
+                continue
+            base = baseline_of(cell, arm)
+            if base is None:
+                continue
+            change = change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift)
+            aim = f"≤ {goal:+.0%}" if goal else "a gain"
+            reached = change.value <= goal if goal else change.value < 0
+            state = f"not shown: {change.why_not}" if not change.shown else "reached" if reached else "missed"
+            best = _best_layerwise(cell, arm)
+            before, after = cell.arms[base].ttft.value, cell.arms[arm].ttft.value
+            measured = f"{change.value:+.1%} ± {change.error:.1%} ({before:.1f} → {after:.1f} ms)"
+            if best is not None:
+                ratio = cell.arms[best].ttft.value / cell.arms[base].ttft.value - 1
+                measured += f"; best of the others {best} {ratio:+.1%}"
+            yield Line(f"{what}, {arm}", aim, measured, state)
+
+
+def _best_layerwise(cell: CellFigures, arm: str) -> str | None:
+    others = [
+        name
+        for name in cell.arms
+        if not name.startswith(("auto", "chunk", "recompute", "early", "peer")) and graphs_of(name) == graphs_of(arm)
+    ]
+    return min(others, key=lambda name: cell.arms[name].ttft.value, default=None)
+
+
+def _ceiling_lines(cell: CellFigures) -> Iterable[Line]:
+    facts, ceiling = cell.cell, cell.ceiling
+    if facts["concurrency"] != 1 or facts["bystanders"] or ceiling is None or facts["rate_per_s"]:
+        return
+    assert cell.transfer_ms is not None
+    assert cell.prefill_ms is not None
+    ratio = cell.transfer_ms / cell.prefill_ms
+    if not 0.45 <= ratio <= 2.2 or facts["tier_gb_per_s"]:
+        return
+    for arm in chosen_of(cell):
+        base = baseline_of(cell, arm)
+        if base is None:
+            continue
+        change = change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift)
+        share = -change.value / ceiling
+        state = "reached" if share >= CEILING_SHARE else "missed"
+        yield Line(
+            f"share of the ceiling {ceiling:.0%} at T/P {ratio:.2f}, new = {facts['new']}, {arm}",
+            f"≥ {CEILING_SHARE:.0%}",
+            f"{share:.0%} ± {change.error / ceiling:.0%}",
+            state if change.shown else f"not shown: {change.why_not}",
+        )
+
+
+def _never_worse(cells: Iterable[CellFigures], figure: str, what: str, sign: int) -> Iterable[Line]:
+    """One line over all cells: by how much `auto` is worse where it is worst, and whether any of it is shown."""
+    found: list[tuple[float, str, bool]] = []
+    for cell in cells:
+        base = baseline_of(cell, "auto")
+        if "auto" not in cell.arms or base is None:
+            continue
+        change = change_of(getattr(cell.arms["auto"], figure), getattr(cell.arms[base], figure), cell.drift)
+        found.append((sign * change.value, str(cell.cell["name"]), change.shown))
+    if not found:
+        return
+    worst = max(found)
+    sure = [name for value, name, shown in found if value > 0 and shown]
+    worse = sum(value > 0 for value, _name, _shown in found)
+    state = "reached"
+    if worse:
+        state = f"missed in {', '.join(sure)}" if sure else f"not shown: worse in {worse} cells, none of it shown"
+    yield Line(f"{what}, {len(found)} cells", "never worse", f"worst {sign * worst[0]:+.1%} in {worst[1]}", state)
+
+
+def _bystander_lines(cells: Iterable[CellFigures]) -> Iterable[Line]:
+    for cell in cells:
+        base = baseline_of(cell, "auto")
+        if base is None or cell.arms[base].bystander_tpot is None:
+            continue
+        for arm in sorted(cell.arms):
+            mine = cell.arms[arm].bystander_tpot
+            if arm == base or mine is None or arm.startswith(("chunk", "recompute")):
+                continue
+            change = change_of(mine, cell.arms[base].bystander_tpot, cell.drift)  # type: ignore[arg-type]
+            rate = cell.arms[arm].requests_per_s.value / cell.arms[base].requests_per_s.value - 1
+            state = "reached" if change.value - 2 * change.error <= BYSTANDERS else "missed"
+            if change.value <= BYSTANDERS < change.value + 2 * change.error:
+                state = "not shown: within two standard errors of the bound"
+            yield Line(
+                f"bystanders' TPOT, {arm}",
+                f"≤ {BYSTANDERS:+.0%} at equal throughput",
+                f"{change.value:+.1%} ± {change.error:.1%} at throughput {rate:+.1%}",
+                state,
+            )
+
+
+def first_tokens(rows: Sequence[Row]) -> tuple[int, int]:
+    """How many of all counted requests began as recomputation of the same prompt did, and of how many that is known.
+
+    Rounding alone makes some differ; an arm that read early would differ in most.
+    """
+    known: dict[tuple[str, int], set[int]] = {}
+    for row in rows:
+        if row["kind"] == "repeat" and row["arm"].startswith("recompute"):
+            for number, request in enumerate(row["requests"]):
+                known.setdefault((row["cell"]["name"], number), set()).add(request["tokens"][0])
+    same = seen = 0
+    for row in rows:
+        if row["kind"] != "repeat" or row["arm"].startswith(("recompute", "early", "peer")):
+            continue
+        skipped = len(row["requests"]) - len(counted(row))
+        for number, request in enumerate(row["requests"]):
+            right = known.get((row["cell"]["name"], number))
+            if right is not None and number >= skipped:
+                seen += 1
+                same += request["tokens"][0] in right
+    return same, seen
+
+
+# ---- tables
+
+
+def goals_table(lines: Sequence[Line]) -> str:
+    """The goals, one a line."""
+    text = ["### figures: goal and measured", "", "| what | goal | measured | |", "|---|---|---|---|"]
+    return "\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
+
+
+def cells_table(cells: Mapping[str, CellFigures], predicted: Mapping[tuple[str, str], float]) -> str:
+    """Of the arm that chooses, in each cell: changes against chunk-major, share of the ceiling, regret, prediction."""
+    text = [
+        "### cells: the arm that chooses, against the better chunk-major form with the same graphs (a star: shown)",
+        "",
+        "| cell | arm | TTFT | e2e | throughput | TPOT | of the ceiling | regret (best other) | predicted TTFT, ms |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for name, cell in cells.items():
+        for arm in chosen_of(cell):
+            base = baseline_of(cell, arm)
+            if base is None:
+                continue
+            changes = [
+                change_of(getattr(cell.arms[arm], figure), getattr(cell.arms[base], figure), cell.drift)
+                for figure in ("ttft", "e2e", "requests_per_s", "tpot")
+            ]
+            shares = "-"
+            if cell.ceiling is not None and cell.cell["concurrency"] == 1:
+                shares = f"{-changes[0].value / cell.ceiling:.0%} of {cell.ceiling:.0%}"
+            regret = regret_of(cell, arm)
+            known = predicted.get((name, arm))
+            text.append(
+                f"| {name} | {arm} | "
+                + " | ".join(f"{change.value:+.1%}{'*' if change.shown else ''}" for change in changes)
+                + f" | {shares} | {'-' if regret is None else f'{regret[0]:+.1%} ({regret[1]})'} | "
+                + ("-" if known is None else f"{known:.1f} ({known / cell.arms[arm].ttft.value - 1:+.0%})")
+                + " |"
+            )
+    return "\n".join(text) + "\n"
+
+
+def differences_table(cells: Mapping[str, CellFigures]) -> str:
+    """What one thing changes, wherever a cell has the arm with it and the one without."""
+    text = [
+        "### one thing at a time (a star: shown)",
+        "",
+        "| what | from | to | cell | TTFT | e2e | TPOT | throughput |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for what, without, with_it in DIFFERENCES:
+        for name, cell in cells.items():
+            if not {without, with_it} <= set(cell.arms):
+                continue
+            changes = [
+                change_of(getattr(cell.arms[with_it], figure), getattr(cell.arms[without], figure), cell.drift)
+                for figure in ("ttft", "e2e", "tpot", "requests_per_s")
+            ]
+            shown = " | ".join(f"{one.value:+.1%} ± {one.error:.1%}{'*' if one.shown else ''}" for one in changes)
+            text.append(f"| {what} | {without} | {with_it} | {name} | {shown} |")
+    return "\n".join(text) + "\n"
+
+
+def predictions_of(document: Mapping[str, Any]) -> dict[tuple[str, str], float]:
+    """(cell, arm) to the predicted mean time to first token in ms, from what `lamella validate --json` wrote."""
+    return {
+        (one["cell"], one["arm"]): one["predicted"]["ttft_ns"] / 1e6
+        for part in ("calibrate", "test")
+        for one in document.get(part, {}).get("arms", ())
+    }

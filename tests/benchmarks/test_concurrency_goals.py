@@ -1,0 +1,134 @@
+"""What a run was to show beside what it does show, and what one thing changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from concurrency_figures import Verdict, figures_of
+from concurrency_goals import cells_table, differences_table, first_tokens, goals, predictions_of
+
+GOOD = Verdict(8, 0, 0, 0.1)
+
+
+def cell(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name, "concurrency": 1, "hit": 100, "new": 10, "rate_per_s": None, "mix": [], "miss_every": 0,
+        "bystanders": 0, "output": 50, "tier_gb_per_s": None, **more,
+    }  # fmt: skip
+
+
+def row(one: dict[str, Any], arm: str, number: int, ttft_ms: float, e2e_ms: float, **more: Any) -> dict[str, Any]:
+    request = {
+        "at_us": 0, "queued_us": 1_000, "token_us": [1_000 + round(1e3 * ttft_ms), 1_000 + round(1e3 * e2e_ms)],
+        "tokens": [5], "cached": 100, "local_hit": 0, "started_us": 2_000, "landed_us": [3_000, 42_000],
+        "released_us": 4_000,
+    }  # fmt: skip
+    return {
+        "kind": "repeat", "cell": one, "arm": arm, "repeat": number, "wall_us": round(1e3 * e2e_ms), "at_s": number,
+        "requests": [request, request], "steps": [[9_000, 11_000, 10, 0, 5, 40_000]], "host_stall_us": {},
+        "peak_in_flight_bytes": 7, "bystander_us": [], "counters": {}, **more,
+    }  # fmt: skip
+
+
+def run(name: str, arms: dict[str, float], e2e_ms: dict[str, float] | None = None, **more: Any) -> list[dict[str, Any]]:
+    """Four quiet repeats of each arm."""
+    return [
+        row(cell(name, **more), arm, number, ttft + 0.01 * number, (e2e_ms or {}).get(arm, 200.0) + 0.1 * number)
+        for arm, ttft in arms.items()
+        for number in range(4)
+    ]
+
+
+def said(rows: list[dict[str, Any]], verdicts: Any = None) -> dict[str, tuple[str, str]]:
+    return {line.what: (line.measured, line.state) for line in goals(figures_of(rows), verdicts or {}, rows)}
+
+
+ONE = "c1_hit15360_new768_chunk256"
+
+
+@pytest.mark.parametrize(("ttft", "state"), [(60.0, "reached"), (62.0, "missed")])
+def test_a_goal_is_reached_or_missed_by_what_is_shown(ttft: float, state: str) -> None:
+    measured, found = said(run(ONE, {"chunk_bounded": 100, "fifo_first": 58, "auto": ttft}))["C = 1, new = 768, auto"]
+    assert found == state
+    assert measured.startswith(f"{ttft / 100 - 1:+.1%}")
+    assert "best of the others fifo_first -42.0%" in measured
+
+
+def test_a_goal_is_not_shown_where_the_run_was_not_quiet() -> None:
+    rows = run(ONE, {"chunk_bounded": 100, "auto": 50})
+    for number, one in enumerate(rows[:4]):
+        for request in one["requests"]:
+            request["token_us"][0] += 9_000 * number
+    assert said(rows)["C = 1, new = 768, auto"][1].startswith("not shown: standard error")
+
+
+def test_an_arm_with_graphs_of_its_own_is_held_against_chunk_major_with_the_same() -> None:
+    arms = {"chunk_bounded": 100, "auto": 60, "chunk_prefill_graphs": 80, "auto_prefill_graphs": 60}
+    found = said(run(f"{ONE}_graphs", arms))
+    assert found["C = 1, new = 768, auto_prefill_graphs"][0].startswith("-25.0%")
+    assert "C = 1, new = 768, auto" not in found, "the cell of that name says it"
+
+
+def test_the_ceilings_share_is_asked_only_where_transfer_and_prefill_are_alike() -> None:
+    rows = run(ONE, {"chunk_bounded": 100, "auto": 59})  # T 40 ms, P 40 ms: 50%
+    assert said(rows)["share of the ceiling 50% at T/P 1.00, new = 10, auto"] == ("82% ± 0%", "reached")
+    for one in rows:
+        one["steps"][0][5] = 4_000
+    assert not [what for what in said(rows) if "ceiling" in what]
+
+
+def test_regret_is_against_the_best_other_arm_and_never_negative() -> None:
+    good = run("a", {"chunk_bounded": 100, "fifo_first": 60, "auto": 50})
+    bad = run("b", {"chunk_bounded": 100, "fifo_first": 50, "auto": 55})
+    assert said([*good, *bad])["auto's regret in 2 cells"] == ("mean 5.0%, largest 10.0%", "missed")
+    assert said(good)["auto's regret in 1 cells"] == ("mean 0.0%, largest 0.0%", "reached")
+
+
+def test_never_worse_names_the_cells_in_which_it_is() -> None:
+    good = run("a", {"chunk_bounded": 100, "auto": 50}, {"chunk_bounded": 200, "auto": 180})
+    bad = run("b", {"chunk_bounded": 100, "auto": 120}, {"chunk_bounded": 200, "auto": 250})
+    found = said([*good, *bad])
+    assert found["auto's time to first token over chunk-major's, 2 cells"] == ("worst +20.0% in b", "missed in b")
+    assert found["auto's throughput over chunk-major's, 2 cells"][1] == "missed in b"
+    assert found["auto's end-to-end latency over chunk-major's, 50 tokens, 2 cells"][1] == "missed in b"
+    assert said(good)["auto's throughput over chunk-major's, 1 cells"] == ("worst +11.1% in a", "reached")
+
+
+def test_bystanders_may_lose_a_twentieth() -> None:
+    def with_bystanders(tpot: dict[str, int]) -> list[dict[str, Any]]:
+        rows = run("a", dict.fromkeys(tpot, 50.0), bystanders=2)
+        for one in rows:
+            one["bystander_us"] = [[n * tpot[one["arm"]] + one["repeat"] for n in range(9)]]
+        return rows
+
+    assert said(with_bystanders({"chunk_bounded": 10_000, "auto": 10_300}))["bystanders' TPOT, auto"][1] == "reached"
+    assert said(with_bystanders({"chunk_bounded": 10_000, "auto": 11_000}))["bystanders' TPOT, auto"][1] == "missed"
+
+
+def test_wrong_answers_count_only_where_the_early_reader_is_caught() -> None:
+    rows = run("a", {"chunk_bounded": 100})
+    caught = ("a", "early_read"), Verdict(0, 0, 8, 9.0)
+    assert said(rows, {("a", "auto"): GOOD, caught[0]: caught[1]})["wrong answers"][1] == "reached"
+    assert said(rows, {("a", "auto"): Verdict(7, 0, 1, 9.0), caught[0]: caught[1]})["wrong answers"][1] == "missed"
+    assert said(rows, {("a", "auto"): GOOD})["wrong answers"][1] == "not shown: nothing was caught reading early"
+
+
+def test_first_tokens_are_those_of_recomputation_of_the_same_prompt() -> None:
+    rows = [*run("a", {"recompute": 400}), *run("a", {"auto": 50})]
+    assert first_tokens(rows) == (4, 4)
+    rows[-1]["requests"][1] = {**rows[-1]["requests"][1], "tokens": [6]}
+    assert first_tokens(rows) == (3, 4)
+
+
+def test_one_thing_at_a_time_and_predictions_are_in_the_tables() -> None:
+    cells = figures_of(run("a", {"chunk_bounded": 100, "fifo_first": 50, "interleaved_first": 75, "auto": 50}))
+    assert "| fifo_first | interleaved_first | a | +50.0% ± 0.0%* |" in differences_table(cells)
+    document = {"test": {"arms": [{"cell": "a", "arm": "auto", "predicted": {"ttft_ns": 55_016_500}}]}}
+    assert "| 80% of 50% |" not in cells_table(cells, {})
+    assert "| 55.0 (+10%) |" in cells_table(cells, predictions_of(document))
+
+
+def test_what_a_release_waits_for_is_split_at_the_release() -> None:
+    arm = figures_of(run("a", {"chunk_bounded": 100}))["a"].arms["chunk_bounded"]
+    assert (arm.unnoticed_ms, arm.unadmitted_ms) == (1.0, 5.0), "landed at 3, released at 4, the step begins at 9 ms"
