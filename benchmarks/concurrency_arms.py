@@ -12,6 +12,8 @@ BASELINE: Final = "chunk_bounded"
 CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
 DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
 """Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
+AHEAD: Final[dict[str, Any]] = {"in_flight_mb": 768, "staging_mib": 1024}
+"""As much as moves in 14 ms is enqueued: a wait for a layer on its way need not stop the model runner's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,7 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("fifo_first8", _layerwise(release="first:8")),
         Arm("fifo_first16", _layerwise(release="first:16")),
         Arm("fifo_deep_first", _layerwise(**DEEP)),
+        Arm("fifo_ahead", _layerwise(**AHEAD)),
         Arm("fifo_whole", _layerwise(release="whole")),
         Arm("fifo_jit", _layerwise(release="jit:step")),
         Arm("fifo_value", _layerwise(carrier="value")),
@@ -64,7 +67,9 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("fifo_thread", _layerwise(), begins_in_thread=True),
         Arm("shortest_first", _layerwise("shortest_remaining")),
         Arm("sync", {"use_layerwise": True}),
+        Arm("sync_ahead", {"use_layerwise": True, **AHEAD}),
         Arm("auto", _AUTO),
+        Arm("auto_ahead", {**_AUTO, **AHEAD}),
         Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
         Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
         Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
@@ -88,6 +93,13 @@ ARMS: Final[dict[str, Arm]] = {
 DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("slices of all requests in turn, instead of one request after another", "fifo_first", "interleaved_first"),
     ("everything enqueued at the device at once", "fifo_first", "fifo_deep_first"),
+    (
+        "768 MB enqueued instead of 55: the model runner does not stop for what is not enqueued",
+        "fifo_first",
+        "fifo_ahead",
+    ),
+    ("the same, joining the next step", "sync", "sync_ahead"),
+    ("the same, chosen", "auto", "auto_ahead"),
     ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
     ("the same, of a chunk-major load", "chunk_bounded", "chunk_no_turns"),
     ("a chunk-major load enqueued at once", "chunk_bounded", "chunk_deep"),

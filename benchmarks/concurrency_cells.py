@@ -15,11 +15,14 @@ MOST_HIT_TOKENS: Final = 700_000
 """Of all requests of a cell at once, so that the engine's memory holds them."""
 _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
 _FOUR: Final = (BASELINE, "interleaved_first", "fifo_first", "auto")
-_ALONE: Final = (BASELINE, "chunk_deep", "fifo_first", "fifo_jit", "sync", "auto", "recompute")
+_ALONE: Final = (
+    BASELINE, "chunk_deep", "fifo_first", "fifo_jit", "fifo_ahead", "fifo_value", "sync", "sync_ahead", "auto",
+    "auto_ahead", "recompute",
+)  # fmt: skip
 """One request at a time: there is nobody to interleave with, and no other order."""
 _ALL: Final = (
     BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "fifo_jit", "shortest_first", "sync", "auto",
-    "recompute",
+    "auto_ahead", "recompute",
 )  # fmt: skip
 
 
@@ -96,6 +99,7 @@ class Group:
         full_graphs: the engine captures whole steps too; only arms that say so replay them, and none that waits.
         prefill_graphs: steps of so many tokens are captured piecewise too; only arms that say so replay them.
         peer: one of vLLM's own connectors instead of Lamella.
+        engine_options: of vLLM's engine, over those of every group.
     """
 
     cells: tuple[Cell, ...]
@@ -104,6 +108,7 @@ class Group:
     prefix_caching: bool = True
     full_graphs: bool = False
     prefill_graphs: tuple[int, ...] = ()
+    engine_options: Mapping[str, Any] = field(default_factory=dict)
     peer: str | None = None
     peer_settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -149,7 +154,7 @@ def _named(cell: Cell, suffix: str, **changes: Any) -> Cell:
 
 _CORE: Final = (
     _closed(4, 15_360, 768),
-    _closed(1, 15_360, 768, arms=_ALONE),
+    _closed(1, 15_360, 768, arms=_ALONE, repeats=3),
     _closed(8, 15_360, 768, repeats=3),
     *(_closed(4, 15_360, new, arms=(*_FEW, "recompute"), repeats=3) for new in (256, 2048)),
     *(
@@ -296,6 +301,13 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "no_prefix_caching": Group(
         tuple(_named(cell, "no_prefix_caching", arms=_FEW, repeats=3) for cell in _CORE[:2]), prefix_caching=False
+    ),
+    "no_async": Group(
+        tuple(
+            _named(cell, "no_async", arms=(BASELINE, "fifo_first", "sync", "auto", "auto_ahead"), repeats=3)
+            for cell in _CORE[:2]
+        ),
+        engine_options={"async_scheduling": False},
     ),
     "full_graphs": Group(
         tuple(

@@ -81,7 +81,7 @@ def make_llm(group: Group, tiny: bool, tensor_parallel: int, more: Mapping[str, 
         }  # fmt: skip
     else:
         (folder / "config.json").write_text(json.dumps(MODEL))
-    options |= {"tensor_parallel_size": tensor_parallel, **more}
+    options |= {"tensor_parallel_size": tensor_parallel, **group.engine_options, **more}
     return vllm.LLM(
         model=str(folder),
         load_format="auto" if tiny else "dummy",
