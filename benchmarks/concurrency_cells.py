@@ -17,7 +17,7 @@ _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto"
 _FOUR: Final = (BASELINE, "interleaved_first", "fifo_first", "auto")
 _ALONE: Final = (
     BASELINE, "chunk_deep", "fifo_first", "fifo_jit", "fifo_ahead", "fifo_value", "sync", "sync_ahead", "auto",
-    "auto_ahead", "recompute",
+    "auto_ahead", "chunk_prefill_graphs", "auto_prefill_graphs", "recompute",
 )  # fmt: skip
 """One request at a time: there is nobody to interleave with, and no other order."""
 _ALL: Final = (
@@ -155,7 +155,7 @@ def _named(cell: Cell, suffix: str, **changes: Any) -> Cell:
 _CORE: Final = (
     _closed(4, 15_360, 768),
     _closed(1, 15_360, 768, arms=_ALONE, repeats=3),
-    _closed(8, 15_360, 768, repeats=3),
+    _closed(8, 15_360, 768, arms=(*_FEW, "auto_ahead", "recompute"), repeats=3),
     *(_closed(4, 15_360, new, arms=(*_FEW, "recompute"), repeats=3) for new in (256, 2048)),
     *(
         _closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"), repeats=3)
@@ -204,7 +204,7 @@ def _peer(arm: str, connector: str) -> Group:
 
 
 GROUPS: Final[dict[str, Group]] = {
-    "core": Group(_CORE),
+    "core": Group(_CORE, prefill_graphs=_PREFILL_GRAPHS),
     "original": Group(_ORIGINAL),
     "finding": Group(
         (
