@@ -68,10 +68,10 @@ class ConnectorExchange:
         kept = self._exchanged and bool(old._facts.space.chunk_tokens == cell.chunk)
         self._exchanged = True
         if kept:
-            side.objects = old.objects
+            side.objects = side.stores.objects = old.objects
         self._keep_learned(old, side, arm)
         if arm is not None and not cell.stores:
-            side._store = lambda one: []  # type: ignore[method-assign]
+            side.stores.enabled = False
         if arm is not None and arm.settings is None:
             side.matched_tokens = lambda request, local_hit: (0, False)  # type: ignore[method-assign]
         held.__dict__.update(made.__dict__)

@@ -131,10 +131,8 @@ class Engine:
     def prefill(self, tokens: int, stored: bool) -> float:
         """Milliseconds from a new prompt's arrival to its first token."""
         side = self.side.scheduler if self.side is not None else None
-        if side is not None and not stored:
-            side._store = lambda one: []
-        elif side is not None:
-            side.__dict__.pop("_store", None)
+        if side is not None:
+            side.stores.enabled = stored
         tokens_ids = self.prompt(tokens, self.rng)
         if self.gpu:
             self.torch.cuda.synchronize()

@@ -1,54 +1,32 @@
 """`auto` on the scheduler side: what is known of the engine when a request asks, and what observations make of it.
 
 `lamella.reference.auto` chooses; this keeps its view. Loads under way are forecast by a ledger, computing that is ahead
-is counted from batches, and the workers' reports correct the profile: how long loads were on the link, and steps in
-which nothing waited for a layer. Nothing here blocks, and a choice costs well below 0.1 ms of the scheduler's thread.
+is counted from batches, and the workers' reports correct the profile (`StepForecast`): how long loads were on the link,
+and steps in which nothing waited for a layer. Nothing here blocks, and a choice costs well below 0.1 ms of the
+scheduler's thread.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from importlib.resources import files
-from pathlib import Path
 from typing import Any, Final
 
-from lamella.connector.batch_blocks import Scheduled
+from lamella.connector.batch_blocks import StepBatch
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.step_forecast import StepForecast
 from lamella.connector.step_orders import LoadPlan, Observed, StepWeights
 from lamella.connector.vllm_settings import ConnectorSettings
-from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
-from lamella.reference.profile import DeviceProfile, profile_from_mapping
 
 _log = logging.getLogger(__name__)
-_SHIPPED: Final = "lamella.sim.profiles"  # data that lies beside the simulator
 _SMOOTHED: Final = 0.25
 """Weight of the latest decode step in the length that the next one is taken to have."""
-
-
-def read_profile(name: str) -> DeviceProfile:
-    """The shipped profile of that name, or the one in a file that `lamella calibrate` wrote.
-
-    Raises:
-        ValueError: no such profile, or one that is broken; the message says what would be one.
-    """
-    import json
-
-    source = Path(name) if name.endswith(".json") else files(_SHIPPED) / f"{name}.json"
-    try:
-        return profile_from_mapping(json.loads(source.read_text("utf-8")))
-    except (OSError, ValueError, TypeError) as error:
-        shipped = sorted(one.name[:-5] for one in files(_SHIPPED).iterdir() if one.name.endswith(".json"))
-        raise ValueError(
-            f"profile {name!r} cannot be used: {error}; name a file that lamella calibrate wrote, or one of "
-            f"{', '.join(shipped)}"
-        ) from error
 
 
 class AutoChoice:
@@ -71,22 +49,14 @@ class AutoChoice:
         metrics: Metrics,
         clock_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        profile = read_profile(settings.profile)
-        num_layers = facts.space.layers[1] - facts.space.layers[0]
-        self._policy = AutoPolicy(
-            profile,
-            num_layers,
-            facts.token_bytes,
-            facts.token_budget,
-            settings.bystander_weight,
-        )
+        self.forecast = StepForecast(settings, facts)
+        """What it takes for true."""
+        self._policy = self.forecast.policy
         single = len(facts.block_tokens) == 1
         self._can = Abilities(early=single, sync=single)
         self._facts = facts
         self._metrics = metrics
         self._clock_ns = clock_ns
-        self.correction = Correction()
-        """What was observed so far."""
         self._ledger = LoadLedger()
         self._probes = Probes()
         self._chosen: dict[str, Decision] = {}
@@ -101,12 +71,18 @@ class AutoChoice:
         self._step_ns = float(self._policy.step_ns([(0, 1)]))
         self._step_is_decode = self._step_is_empty = True
         self._step_expected_ns = 0
+        profile = self.forecast.profile
         _log.info(
             "auto chooses by the profile %s (%s on %s), corrected by what is observed",
             profile.name,
             profile.model,
             profile.device,
         )
+
+    @property
+    def correction(self) -> Correction:
+        """What was observed so far."""
+        return self.forecast.correction
 
     def set_least_width(self, least_width: int) -> None:
         """Narrower slices than this copy below the wire's rate on some rank."""
@@ -204,16 +180,16 @@ class AutoChoice:
         self._readers.discard(name)
         self._decoding.discard(name)
 
-    def step_made(self, batch: Sequence[Scheduled], requests: Mapping[str, Any]) -> StepWeights:
+    def step_made(self, batch: StepBatch, requests: Mapping[str, Any]) -> StepWeights:
         """What the workers must know of the step that this batch makes, to weigh releases against it."""
         now_ns = self._clock_ns()
-        if self._step_is_decode and not self._step_is_empty and batch:
+        if self._step_is_decode and not self._step_is_empty and batch.names:
             took_ns = min(now_ns - self._made_ns, round(4 * self._step_ns))
             self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
         self._joining_ns.clear()
         prefills: list[tuple[int, int]] = []
         decoding = context = 0
-        for one in batch:
+        for one in () if self._only_decodes(batch) else batch.all():
             if one.request in self._numbers:
                 self._ledger.joined(self._numbers.pop(one.request))
             request = requests.get(one.request)
@@ -231,7 +207,7 @@ class AutoChoice:
                 self._began.pop(one.request, None)
                 self._decoding.add(one.request)
         self._made_ns = now_ns
-        self._step_is_empty = not batch
+        self._step_is_empty = not batch.names
         self._step_is_decode = not prefills
         self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
         bystanders = len(self._decoding - self._readers)
@@ -243,14 +219,20 @@ class AutoChoice:
             budget is not None and taken >= budget,
             tuple(self._began.values()),
             self._policy.step_fixed_ns(self.correction),
-            self._step_expected_ns,
         )
+
+    @property
+    def expected_ns(self) -> int:
+        """The profile's time of the step that was made last; 0: it only decodes, or computes nothing."""
+        return self._step_expected_ns
+
+    def _only_decodes(self, batch: StepBatch) -> bool:
+        """Whether the step is one more token for requests that were decoding before: nobody's state changes by it."""
+        names = batch.names
+        if self._cut or self._numbers or batch.num_tokens != len(names):
+            return False
+        return self._decoding.issuperset(names)
 
     def observed(self, observed: Observed) -> None:
         """The workers' measurements correct the profile."""
-        if observed.loads:
-            expected_ns = self._policy.wire_ns(observed.load_bytes // self._facts.token_bytes)
-            measured_ns = observed.load_ns - observed.slices * self._policy.slice_ns
-            self.correction = self.correction.after_load(expected_ns, measured_ns)
-        if observed.steps:
-            self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns)
+        self.forecast.observed(observed)

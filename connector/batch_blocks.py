@@ -2,11 +2,15 @@
 
 The scheduler side of a connector sees block tables grow step by step. From them follow the blocks that a batch reads as
 computed, those it writes anew, and everybody who holds a block that went bad.
+
+An engine makes a step some hundred times a second, and most of them only go on: so nothing here looks at each request
+of a step unless somebody asks for each.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import compress
 from typing import Any, NamedTuple
 
 from lamella.connector.step_orders import BlockTables
@@ -23,6 +27,62 @@ class Scheduled(NamedTuple):
     def end(self) -> int:
         """Tokens that are there after the step."""
         return self.computed + self.new
+
+
+class StepBatch:
+    """The requests of one step, as vLLM lists them.
+
+    Args:
+        output: vLLM's SchedulerOutput.
+        joined: those that are new in the batch, or back in it.
+        grown: names of those that got blocks, `joined` among them.
+    """
+
+    __slots__ = ("_all", "_output", "grown", "joined", "num_tokens")
+
+    def __init__(self, output: Any, joined: list[Scheduled], grown: list[str]) -> None:
+        self._output = output
+        self._all: list[Scheduled] | None = None
+        self.joined = joined
+        self.grown = grown
+        self.num_tokens: int = output.total_num_scheduled_tokens
+
+    @property
+    def names(self) -> Collection[str]:
+        """Of all its requests."""
+        names: Collection[str] = self._output.num_scheduled_tokens
+        return names
+
+    @property
+    def num_decoding(self) -> int:
+        """Requests that compute one token."""
+        new = self._output.num_scheduled_tokens
+        return len(new) if len(new) == self.num_tokens else list(new.values()).count(1)
+
+    def of(self, request: str) -> Scheduled | None:
+        """The request's part of the step; None if it has none."""
+        new = self._output.num_scheduled_tokens.get(request)
+        if new is None:
+            return None
+        for one in self.joined:
+            if one.request == request:
+                return one
+        cached = self._output.scheduled_cached_reqs
+        return Scheduled(request, cached.num_computed_tokens[cached.req_ids.index(request)], new)
+
+    def all(self) -> list[Scheduled]:
+        """Every request's part."""
+        if self._all is None:
+            new, cached = self._output.num_scheduled_tokens, self._output.scheduled_cached_reqs
+            self._all = [
+                Scheduled(fresh.req_id, fresh.num_computed_tokens, new[fresh.req_id])
+                for fresh in self._output.scheduled_new_reqs
+            ]
+            self._all += [
+                Scheduled(name, computed, new[name])
+                for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+            ]
+        return self._all
 
 
 class BatchBlocks:
@@ -47,27 +107,44 @@ class BatchBlocks:
         for table, more in zip(mine, tables, strict=True):
             table.extend(more)
 
-    def take_step(self, output: Any) -> list[Scheduled]:
+    def take_step(self, output: Any) -> StepBatch:
         """The batch of a step that `output` (vLLM's SchedulerOutput) describes; its tables are known from here on."""
-        batch: list[Scheduled] = []
+        joined: list[Scheduled] = []
+        grown: list[str] = []
         new = output.num_scheduled_tokens
         for fresh in output.scheduled_new_reqs:
             self.replace(fresh.req_id, fresh.block_ids)
-            batch.append(Scheduled(fresh.req_id, fresh.num_computed_tokens, new[fresh.req_id]))
+            joined.append(Scheduled(fresh.req_id, fresh.num_computed_tokens, new[fresh.req_id]))
+            grown.append(fresh.req_id)
         cached = output.scheduled_cached_reqs
-        for name, tables, computed in zip(
-            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-        ):
-            if name in cached.resumed_req_ids:
-                self.replace(name, tables or [[] for _ in self._block_tokens])
-            elif tables is not None:
+        for name in cached.resumed_req_ids:
+            index = cached.req_ids.index(name)
+            self.replace(name, cached.new_block_ids[index] or [[] for _ in self._block_tokens])
+            joined.append(Scheduled(name, cached.num_computed_tokens[index], new[name]))
+            grown.append(name)
+        more = cached.new_block_ids
+        for name, tables in compress(zip(cached.req_ids, more, strict=True), more):
+            if name not in cached.resumed_req_ids:
                 self.append(name, tables)
-            batch.append(Scheduled(name, computed, new[name]))
-        return batch
+                grown.append(name)
+        return StepBatch(output, joined, grown)
 
     def forget(self, request: str) -> None:
         """The request holds nothing any more."""
         self._tables.pop(request, None)
+
+    def num_tokens(self, request: str) -> int:
+        """Tokens that there are blocks for."""
+        tables = self._tables.get(request)
+        return len(tables[0]) * self._block_tokens[0] if tables else 0
+
+    def written(self, batch: Sequence[Scheduled]) -> set[int]:
+        """Blocks, of all groups, that requests of the batch write."""
+        found: set[int] = set()
+        for one in batch:
+            for table, size in zip(self._tables.get(one.request, ()), self._block_tokens, strict=False):
+                found.update(table[one.computed // size : -(-one.end // size)])
+        return found
 
     def tables(self, request: str, num_tokens: int) -> BlockTables | None:
         """The request's tables up to `num_tokens`; None if they are not that long."""

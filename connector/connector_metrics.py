@@ -99,6 +99,8 @@ class Metrics:
 
     def take(self) -> dict[str, int | list[int]]:
         """What came since the last call: counters by name, durations as [count, total, longest]."""
+        if not (self._counts or self._times):
+            return {}
         taken: dict[str, int | list[int]] = {**self._counts}
         taken.update({name: list(times) for name, times in self._times.items()})
         self._counts, self._times = {}, {}

@@ -125,6 +125,7 @@ class PoolMover:
         self.memory = memory
         self.executor: Executor = AtOnce()
         self.engine: TransferEngine = TransferEngine(place.device, **place.options())
+        self._final_slots: int | None = None  # once every piece is registered or has failed
         self.registered: RegisteredCache = self.engine.register_cache(place.caches.layout, place.caches.engines)
 
     def load(self, order: LoadOrder, slices: Sequence[Slice]) -> Callable[[], Transfer]:
@@ -195,11 +196,16 @@ class PoolMover:
     @property
     def ready_slots(self) -> int:
         """Slots from 0 on that can be used; those behind a piece that is not registered do not count."""
+        if self._final_slots is not None:
+            return self._final_slots
         report = self.memory.report()
         shape = self.memory.shape
         failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
         pieces = min(report.ready + len(report.failed), failed)
-        return min(pieces * shape.piece_slots, shape.num_slots)
+        slots = min(pieces * shape.piece_slots, shape.num_slots)
+        if report.ready + len(report.failed) == shape.num_pieces:
+            self._final_slots = slots
+        return slots
 
     def close(self) -> None:
         """As `Mover.close`."""

@@ -1,4 +1,4 @@
-"""What one rank measures for `auto`: how long the link had a load, and how long a step took that waited for nothing.
+"""What one rank measures for forecasts: how long the link had a load, and how long a step took that waited for none.
 
 A step is measured from its begin to the next step's begin, on the stream that computes, and only where the next one
 goes on with a request of it: else the engine may have slept in between. Nothing here waits: what a GPU has not reached
@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, Protocol
 from lamella.connector.step_orders import Observed, StepOrders
 
 _MOST_OPEN: Final = 64
+_NOTHING: Final = Observed()
 
 
 class Marks(Protocol):
@@ -83,7 +84,7 @@ class Observations:
 
     def __init__(self, marks: Marks) -> None:
         self._marks = marks
-        self._found = Observed()
+        self._found = _NOTHING
         self._last_landed_ns = 0
         self._begun: tuple[int, Any] | None = None  # (expected, mark) of the step under way, if it is to be measured
         self._open: deque[_Measured] = deque(maxlen=_MOST_OPEN)
@@ -97,13 +98,12 @@ class Observations:
 
     def step_begins(self, orders: StepOrders, waits: bool) -> None:
         """A step begins; `waits`: its layers wait for loads, so that its time would say nothing."""
-        weights = orders.weights
-        wanted = weights is not None and weights.expected_ns > 0 and not waits
+        wanted = orders.expected_ns > 0 and not waits
         goes_on = self._begun is not None and orders.num_decoding > 0
         mark = self._marks.mark() if wanted or goes_on else None
         if goes_on and self._begun is not None:
             self._open.append(_Measured(self._begun[0], self._begun[1], mark))
-        self._begun = (weights.expected_ns, mark) if wanted and weights is not None else None
+        self._begun = (orders.expected_ns, mark) if wanted else None
 
     def take(self) -> Observed:
         """What has been measured since the last call."""
@@ -112,5 +112,5 @@ class Observations:
             if took_ns is None:
                 break
             self._found = self._found.with_step(self._open.popleft().expected_ns, took_ns)
-        found, self._found = self._found, Observed()
+        found, self._found = self._found, _NOTHING
         return found

@@ -26,7 +26,7 @@ def may_run(
 
     Args:
         policy: when a request may run.
-        plan: how its load was planned; None: by the settings.
+        plan: how its load was planned; None: nobody has forecast its prefill, and the last step stands for it.
         transfer: of the load.
         orders: of the step that has just run.
         num_layers: of this stage.

@@ -41,9 +41,7 @@ class RequestKeys:
         Tenants (`cache_salt`) and adapters (LoRA) have key spaces of their own. A prompt that is not tokens alone
         (images, embeddings) has no keys: its KV does not follow from its token ids.
         """
-        reason = _why_uncacheable(request)
-        if reason:
-            _say_once(reason)
+        if not self.has_keys(request):
             return ()
         chain = self._chains.get(request.request_id)
         if chain is None:
@@ -54,6 +52,13 @@ class RequestKeys:
             fresh: Sequence[int] = request.all_token_ids[len(chain.keys) * size : wanted * size]
             chain.keys += chunk_keys(chain.space, fresh, after=chain.keys[-1] if chain.keys else None)
         return tuple(chain.keys[:wanted])
+
+    def has_keys(self, request: Any) -> bool:
+        """Whether the request can be cached; why not is said once."""
+        reason = _why_uncacheable(request)
+        if reason:
+            _say_once(reason)
+        return not reason
 
     def forget(self, request_id: str) -> None:
         """The request is gone."""

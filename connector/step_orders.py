@@ -20,13 +20,13 @@ class LoadPlan:
     """How one load moves and is released, where that is chosen for each.
 
     Attributes:
-        width: layers a slice, or a schedule.
+        width: layers a slice, or a schedule; None: as the settings say.
         release: when its request may run.
         compute_ns: its prefill's first step, as predicted.
         load_ns: its time on the link, as predicted.
     """
 
-    width: int | tuple[int, ...]
+    width: int | tuple[int, ...] | None
     release: ReleasePolicy
     compute_ns: int
     load_ns: int
@@ -41,14 +41,12 @@ class StepWeights:
         full: whether the next step has no room for anybody who is released now.
         prefills: of each prefill that goes on in the next step, the last load that had been ordered when it began.
         step_fixed_ns: what a step costs besides its tokens.
-        expected_ns: the profile's time of this step; 0: not to be measured.
     """
 
     price: StallPrice
     full: bool
     prefills: tuple[int, ...]
     step_fixed_ns: int
-    expected_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +115,7 @@ class StepOrders:
         rewritten_blocks: blocks of failed loads that this step computes anew.
         wants_report: answer even if there is nothing new.
         weights: for releases; None where the settings' release does without.
+        expected_ns: the profile's time of this step, where that is to be measured; else 0.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -130,6 +129,7 @@ class StepOrders:
     rewritten_blocks: frozenset[int] = frozenset()
     wants_report: bool = False
     weights: StepWeights | None = None
+    expected_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

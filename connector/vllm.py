@@ -97,6 +97,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         self.scheduler: SchedulerSide | None = None
         self.worker: WorkerSide | None = None
         self._refused = bool(refusal)
+        self._orders = LamellaOrders(StepOrders())
         if role is KVConnectorRole.SCHEDULER:
             facts = engine_facts(vllm_config, kv_cache_config, self.settings, refusal)
             self.scheduler = SchedulerSide(
@@ -141,8 +142,13 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         return LamellaHandshake(self.worker.objects, self.worker.ready_slots, self.worker.least_width)
 
     def has_connector_metadata(self) -> bool:
-        """Whether hooks are called: in steps, and while a graph is captured whose replays shall wait by themselves."""
-        return super().has_connector_metadata() or (self.worker is not None and self.worker.captures_waits)
+        """Whether vLLM calls the hooks of layers, who alone asks: in steps in which one of them would do something, and
+        while a graph is captured whose replays shall wait by themselves.
+        """  # noqa: D205 - one sentence more than a line
+        worker = self.worker
+        if worker is None:
+            return False
+        return worker.is_capturing or (worker.needs_hooks and self._connector_metadata is not None)
 
     def handle_preemptions(self, kv_connector_metadata: LamellaOrders) -> None:
         """Blocks that this step writes are not read by a store any more."""
@@ -157,7 +163,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads have begun already; where no layer will wait, they are waited for."""
-        if self.worker is not None:
+        if self.worker is not None and self.worker.loads.gated:
             self.worker.before_forward(replays=_is_replay(forward_context))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -177,7 +183,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """(None, requests received): what the engine polls, up to 0.26."""
-        received = self.worker.finished()[0] if self.worker is not None else set()
+        received = self.worker.finished()[0] if self.worker is not None else None
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -233,8 +239,11 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> LamellaOrders:
-        """The step's orders."""
-        return LamellaOrders(self._scheduler.step_orders(scheduler_output))
+        """The step's orders; the last step's, where both have nothing to do."""
+        orders = self._scheduler.step_orders(scheduler_output)
+        if orders is not self._orders.orders:
+            self._orders = LamellaOrders(orders)
+        return self._orders
 
     def update_connector_output(self, connector_output: Any) -> None:
         """The workers' reports are taken in; `connector_output`, which vLLM reads next, keeps what it may act on."""

@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Final
 
 from lamella.connector.auto_choice import AutoChoice
-from lamella.connector.batch_blocks import BatchBlocks, Scheduled
+from lamella.connector.batch_blocks import BatchBlocks
+from lamella.connector.chunk_stores import ChunkStores
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.loads import Kind, OpenLoad, OpenStore, Work, WorkBook, ended_by_itself
+from lamella.connector.loads import Kind, OpenLoad, Work, WorkBook, ended_by_itself
 from lamella.connector.objects import Objects, PoolObjects
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
-from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StoreOrder
+from lamella.connector.step_forecast import StepForecast
+from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StepWeights
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto_view import Arm
@@ -57,19 +58,25 @@ class SchedulerSide:
         self.book = WorkBook(facts.num_ranks, rules)
         self.metrics = Metrics()
         self._auto = AutoChoice(settings, facts, self.metrics) if settings.is_auto else None
+        self._forecast = self._auto.forecast if self._auto is not None else None
+        if self._forecast is None and settings.needs_forecast:
+            self._forecast = StepForecast(settings, facts)
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
         self._pool: Any = None  # the engine's block pool
         self._requests: dict[str, Any] = {}
         self._local_hits: dict[str, int] = {}
-        self._stored_chunks: dict[str, int] = {}
         self._failed: set[str] = set()
         self._loads: dict[int, OpenLoad] = {}
-        self._stores: dict[int, OpenStore] = {}
         self._bad_blocks: set[int] = set()
         self._new_loads: list[LoadOrder] = []
         self._cancels: list[int] = []
         self._last_number = -1
+        self.stores = ChunkStores(
+            facts, self.objects, self._keys, self._blocks, self.book, self._requests, self.metrics, self._number
+        )
+        """What leaves the engine's blocks."""
+        self._quiet = StepOrders()
 
     # ---- set-up
 
@@ -169,6 +176,8 @@ class SchedulerSide:
         number, joins, plan = self._number(), self._joins_step, None
         if self._auto is not None:
             joins, plan = self._auto.joins(name), self._auto.planned(name, number)
+        elif self._forecast is not None and not joins:
+            plan = self._forecast.plan(num_external, end, request.num_tokens - end)
         order = self.objects.load(LoadOrder(number, name, (), first, blocks, end, skip, joins, plan), keys)
         self.book.begin(
             Work(order.number, name, Kind.LOAD, num_external * self._facts.token_bytes, not order.joins_step)
@@ -178,85 +187,70 @@ class SchedulerSide:
         self._blocks.loaded(targets)
         self._bad_blocks -= targets
         self._new_loads.append(order)
-        self._stored_chunks[name] = end // size
+        self.stores.has_kept(name, end // size)
         self.metrics.count("hit_tokens", num_external)
         self.metrics.count("loads")
 
     # ---- a step is made
 
     def step_orders(self, output: Any) -> StepOrders:
-        """What the workers do in the step that `output` (vLLM's SchedulerOutput) describes."""
+        """What the workers do in the step that `output` (vLLM's SchedulerOutput) describes.
+
+        A step in which nothing begins and nothing is waited for costs no look at its requests, one by one.
+        """
         batch = self._blocks.take_step(output)
-        for one in batch:
-            self._failed.discard(one.request)
+        if self._failed:
+            self._failed.difference_update(batch.names)
+        for one in batch.joined:
             self.objects.has_run(one.request)
-        rewritten = self._blocks.rewritten(batch, self._bad_blocks)
-        self._bad_blocks -= rewritten
-        watched = self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
-        flushes = self._conflicts(batch)
+        rewritten = held = frozenset[int]()
+        if self._bad_blocks:
+            rewritten = self._blocks.rewritten(batch.all(), self._bad_blocks)
+            self._bad_blocks -= rewritten
+        if self._bad_blocks or self._loads:
+            held = self._blocks.held(
+                batch.all(), self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
+            )
+        flushes = self.stores.conflicts(batch, [self._loads[load.number].blocks for load in self._new_loads])
         loads, self._new_loads = tuple(self._new_loads), []
         cancels, self._cancels = tuple(self._cancels), []
+        stores, fetches = self.stores.of_step(batch), self.objects.take_orders()
+        weights = None if self._auto is None else self._auto.step_made(batch, self._requests)
+        expected_ns = 0
+        if self._auto is not None:
+            expected_ns = self._auto.expected_ns
+        elif self._forecast is not None:
+            expected_ns = self._forecast.expected_ns(batch)
+        num_decoding = batch.num_decoding
+        if not (loads or stores or fetches or cancels or flushes or held or rewritten or self.book.num_held):
+            return self._quiet_orders(batch.num_tokens, num_decoding, weights, expected_ns)
         return StepOrders(
             loads=loads,
-            stores=tuple(order for one in batch for order in self._store(one)),
-            fetches=self.objects.take_orders(),
+            stores=stores,
+            fetches=fetches,
             cancels=cancels,
             flushes=flushes,
-            num_tokens=output.total_num_scheduled_tokens,
-            num_decoding=sum(one.new == 1 for one in batch),
-            held_blocks=self._blocks.held(batch, watched),
+            num_tokens=batch.num_tokens,
+            num_decoding=num_decoding,
+            held_blocks=held,
             rewritten_blocks=rewritten,
             wants_report=bool(self.book.num_held),
-            weights=None if self._auto is None else self._auto.step_made(batch, self._requests),
+            weights=weights,
+            expected_ns=expected_ns,
         )
 
-    def _conflicts(self, batch: Sequence[Scheduled]) -> tuple[int, ...]:
-        """Stores whose blocks this step writes: their requests were preempted, or lost blocks to a window."""
-        if not self._stores:
-            return ()
-        written = {block for load in self._new_loads for block in self._loads[load.number].blocks}
-        for one in batch:
-            tables = self._blocks.tables(one.request, one.end) or ()
-            for table, size in zip(tables, self._facts.block_tokens, strict=False):
-                written.update(table[one.computed // size :])
-        written.discard(self._facts.null_block)
-        return tuple(number for number, store in self._stores.items() if store.blocks & written)
-
-    def _store(self, one: Scheduled) -> list[StoreOrder]:
-        """Orders for the chunks that are complete with this step and not kept yet."""
-        request = self._requests.get(one.request)
-        if request is None or self._facts.refusal:
-            return []
-        size = self._facts.space.chunk_tokens
-        first, end = self._stored_chunks.get(one.request, 0), min(one.end, request.num_tokens) // size
-        if end <= first:
-            return []
-        keys = self._keys.keys(request, end * size)
-        blocks = self._blocks.tables(one.request, end * size)
-        if len(keys) < end or blocks is None:
-            return []
-        self._stored_chunks[one.request] = end
-        orders = self.objects.reserve(one.request, keys[first:], first, blocks, self._number)
-        if orders is None:
-            self.metrics.count("stores_without_room")
-        return [order for found in orders or () if (order := self._begin_store(found)) is not None]
-
-    def _begin_store(self, order: StoreOrder) -> StoreOrder | None:
-        blocks = self._blocks.tables(order.request, order.num_tokens)
-        assert blocks is not None, "they were looked at above"
-        sources = {
-            block
-            for table, block_tokens in zip(blocks, self._facts.block_tokens, strict=True)
-            for block in table[order.skip_tokens // block_tokens :]
-        }
-        if self._facts.null_block in sources:  # a sliding window has left part of the chunk behind
-            self.objects.drop(order)
-            return None
-        order = replace(order, blocks=blocks)
-        num_bytes = (order.num_tokens - order.skip_tokens) * self._facts.token_bytes
-        self.book.begin(Work(order.number, order.request, Kind.STORE, num_bytes))
-        self._stores[order.number] = OpenStore(order, frozenset(sources))
-        return order
+    def _quiet_orders(
+        self, num_tokens: int, num_decoding: int, weights: StepWeights | None, expected_ns: int
+    ) -> StepOrders:
+        """Orders of a step in which nothing begins: the last such step's, if that was like it."""
+        last = self._quiet
+        if (last.num_tokens, last.num_decoding, last.expected_ns) != (num_tokens, num_decoding, expected_ns) or (
+            last.weights != weights
+        ):
+            self._quiet = StepOrders(
+                num_tokens=num_tokens, num_decoding=num_decoding, weights=weights, expected_ns=expected_ns
+            )
+        return self._quiet
 
     # ---- a step has run
 
@@ -266,13 +260,16 @@ class SchedulerSide:
         `finished_recving` keeps what may be passed on, and `finished_sending` gains the held requests of which nothing
         is in flight any more; vLLM acts on both right after this call.
         """
+        if report is None and not output.finished_recving and not output.invalid_block_ids:
+            self._pass_on_freed(output)
+            return
         if report is not None:
-            if self._auto is not None:
-                self._auto.observed(report.observed)
+            if self._forecast is not None:
+                self._forecast.observed(report.observed)
             for number, end in report.stores.items():
                 work = self.book.ended(number, end)
                 if work is not None:
-                    self._store_ended(number, self.book.ended_well(work))
+                    self.stores.ended(number, ok=self.book.ended_well(work))
             self.objects.take_in(report)
         if output.finished_recving:
             output.finished_recving = self.book.received(output.finished_recving) or None
@@ -286,6 +283,9 @@ class SchedulerSide:
             self._bad_blocks |= new_bad
         if (new_bad or output.invalid_block_ids) and self._rules.evict_on_error:
             self._evict(self._blocks.behind(new_bad | set(output.invalid_block_ids or ())))
+        self._pass_on_freed(output)
+
+    def _pass_on_freed(self, output: Any) -> None:
         freed = self.book.take_freed()
         if freed:
             output.finished_sending = set(output.finished_sending or ()) | freed
@@ -305,17 +305,6 @@ class SchedulerSide:
             self._failed.add(work.request)
         return load.blocks
 
-    def _store_ended(self, number: int, ok: bool) -> None:
-        store = self._stores.pop(number)
-        self.objects.store_ended(store.order, ok=ok)
-        if ok:
-            self.metrics.count("stored_tokens", store.order.num_tokens - store.order.skip_tokens)
-            return
-        self.metrics.count("stores_dropped")
-        name = store.order.request
-        if name in self._stored_chunks:
-            self._stored_chunks[name] = min(self._stored_chunks[name], store.order.first_chunk)
-
     # ---- a request ends
 
     def request_ended(self, request: Any) -> bool:
@@ -333,9 +322,9 @@ class SchedulerSide:
         held = self.book.request_ended(name)
         if held:
             self.metrics.count("holds")
-        for forget in (self._keys.forget, self._blocks.forget, self._failed.discard):
+        for forget in (self._keys.forget, self._blocks.forget, self._failed.discard, self.stores.forget):
             forget(name)
-        for book in (self._requests, self._local_hits, self._stored_chunks):
+        for book in (self._requests, self._local_hits):
             book.pop(name, None)
         self.objects.forget(name)
         if self._auto is not None:

@@ -106,8 +106,8 @@ class ConnectorSettings:
         graph_waits: layers' waits are captured into full CUDA graphs too, which vLLM then keeps, and a load has
             `wait_timeout_s` in all; no meaning where no layer waits.
         staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
-        profile: what `auto` knows of the device before it has observed any: a shipped profile, or a file that
-            `lamella calibrate` wrote.
+        profile: what `auto`, and a release just in time, know of the device before they have observed any: a shipped
+            profile, or a file that `lamella calibrate` wrote.
         bystander_weight: for `auto`, how much a ns for which a decoding request stands still counts against a ns of
             time to first token.
 
@@ -237,6 +237,11 @@ class ConnectorSettings:
         if not self.wants_slices:
             return Whole()
         return WeighedRelease() if self.is_auto else parse_release(self.release or "first")
+
+    @property
+    def needs_forecast(self) -> bool:
+        """Whether it must be known beforehand how long a prefill takes: to choose, or to release just in time."""
+        return self.release_policy.needs_forecast
 
     @property
     def load_deadline_s(self) -> float:

@@ -100,7 +100,7 @@ class WorkerSide:
         choice = choose_width(settings.layers_per_slice, layout)
         self.least_width = choice.width if isinstance(choice.width, int) and settings.is_auto else 1
         """Under `auto`, the narrowest slices that copy near the rate of the wire."""
-        self._observations = Observations(marks_of(self._device)) if settings.is_auto else None
+        self._observations = Observations(marks_of(self._device)) if settings.needs_forecast else None
         self.slices = plan_slices(layout.num_layers, choice.width)
         _log.info("%s: %d slices of %d layers, %s", self._device, len(self.slices), layout.num_layers, choice.reason)
         self._space = replace(
@@ -158,6 +158,9 @@ class WorkerSide:
         self._failed_requests: set[str] = set()
         self._report = StepReport()
         self._told_slots = 0
+        self.needs_hooks = False
+        """Whether the layers of the step under way must be told of: to wait for loads, or to let stores leave."""
+        self._idle = False  # nothing is in flight, and the step under way brings nothing
 
     def _make_memory(self, object_bytes: int) -> SlotMemory:
         shape = SlotShape(object_bytes, 1)
@@ -212,14 +215,17 @@ class WorkerSide:
         if self._flushed is not orders:
             self.flush(orders)
         self._orders = orders
-        self.stores.begin_step(orders.stores, orders.fetches)
+        if orders.stores or orders.fetches:
+            self.stores.begin_step(orders.stores, orders.fetches)
         self.loads.begin_step(orders)
+        self._idle = self.loads.is_quiet and not (orders.stores or self.stores.num_open)
+        self.needs_hooks = not self._idle and (bool(self.loads.gated) or self.stores.wait_for_layers)
         if self._observations is not None:
             self._observations.step_begins(orders, waits=bool(self.loads.gated))
 
     @property
-    def captures_waits(self) -> bool:
-        """Whether hooks are to be called although no step runs: a graph is being captured, and their waits go in."""
+    def is_capturing(self) -> bool:
+        """Whether hooks are to be called although no step runs: such a graph is being captured."""
         return self._captured is not None and self._captured.is_capturing()
 
     def before_forward(self, *, replays: bool = False) -> None:
@@ -228,6 +234,8 @@ class WorkerSide:
         Args:
             replays: the step is one captured graph.
         """
+        if not self.loads.gated:
+            return
         if replays:
             self.loads.replays()
         if self.loads.hooks_bypassed or (self._settings.use_layerwise and not self._settings.waits_in_forward):
@@ -251,9 +259,11 @@ class WorkerSide:
 
     def step_computed(self) -> None:
         """The forward pass was launched: its loads have ended, and stores leave unless their blocks have failed."""
-        self.loads.settle()
+        if self.loads.gated:
+            self.loads.settle()
         self._take_in()
-        self.stores.step_computed(self.loads.spoils)
+        if not self._idle and self.stores.wait_for_step:
+            self.stores.step_computed(self.loads.spoils)
 
     def finished(self) -> tuple[set[str], set[str]]:
         """(requests received, those of them that failed), each once."""
@@ -264,30 +274,34 @@ class WorkerSide:
 
     def errors(self) -> set[int]:
         """Blocks whose load failed, to report in this step."""
-        return self.loads.errors()
+        return set() if self._idle else self.loads.errors()
 
     def report(self) -> StepReport | None:
         """What has ended since the last report; None if nothing has and nobody asked."""
-        report, self._report = self._report, StepReport()
-        report.ready_slots = self.ready_slots
+        report, ready_slots = self._report, self.ready_slots
         if self._observations is not None:
             report.observed = self._observations.take()
-        if report.is_empty and not self._orders.wants_report and report.ready_slots == self._told_slots:
+        if report.is_empty and not self._orders.wants_report and ready_slots == self._told_slots:
             return None
-        self._told_slots = report.ready_slots
+        report.ready_slots = self._told_slots = ready_slots
+        self._report = StepReport()
         return report
 
     def _take_in(self) -> None:
         self.mover.look()
-        polled = self.loads.poll()
-        self.mover.loads_ended(polled.ended)
-        stores, puts, fetches = self.stores.poll()
-        self._received |= polled.received
-        self._failed_requests |= polled.failed
-        self._report.loads.update(polled.ended)
-        self._report.stores.update(stores)
-        self._report.puts.update(puts)
-        self._report.fetches.update(fetches)
+        if self._idle:
+            return
+        if not self.loads.is_quiet:
+            polled = self.loads.poll()
+            self.mover.loads_ended(polled.ended)
+            self._received |= polled.received
+            self._failed_requests |= polled.failed
+            self._report.loads.update(polled.ended)
+        if self.stores.num_open or self._orders.stores:
+            stores, puts, fetches = self.stores.poll()
+            self._report.stores.update(stores)
+            self._report.puts.update(puts)
+            self._report.fetches.update(fetches)
 
     # ---- transfers
 
@@ -295,10 +309,10 @@ class WorkerSide:
         return self.mover.load(order, self._slices_of(order))
 
     def _slices_of(self, order: LoadOrder) -> tuple[Slice, ...]:
-        if order.plan is None:
+        width = None if order.plan is None else order.plan.width
+        if width is None:
             return self.slices
         num_layers = self.caches.layout.num_layers
-        width = order.plan.width
         return plan_slices(num_layers, min(width, num_layers) if isinstance(width, int) else width)
 
     def _stream(self) -> int:

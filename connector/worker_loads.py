@@ -98,6 +98,8 @@ class WorkerLoads:
         if self._orders.num_tokens:
             self._computed_ns = now_ns - self._began_ns
         self._began_ns, self._orders = now_ns, orders
+        if self.is_quiet and not (orders.loads or orders.cancels):
+            return
         self._turns.step_begins(orders)
         self._hooked.clear()
         self._replayed = False
@@ -114,11 +116,16 @@ class WorkerLoads:
         if self._captured is not None and self.gated and not self._hooks_bypassed:
             self._captured_wait(orders)
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is no load and no error that a step, or a look at its end, could have to do with."""
+        return not (self._loads or self.gated or self.bad_blocks or self._late_bad or self._unreleased_bad)
+
     def begin(self, order: LoadOrder, now_ns: int) -> None:
         """The load is on its way; steps wait for it once it was released and the next of them has begun."""
-        job = self._submit(order)
+        submitted = self._executor.submit(self._submit(order))  # first of all: the copy runs beside the rest of this
         blocks = frozenset(order.blocks[0][order.skip_tokens // self._block_tokens :]) - {0}
-        load = Load(order, self._executor.submit(job), now_ns, blocks, released=order.joins_step)
+        load = Load(order, submitted, now_ns, blocks, released=order.joins_step)
         load.reported = order.joins_step
         self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
         self._loads[order.number] = load

@@ -183,6 +183,16 @@ class WorkerStores:
         return True
 
     @property
+    def wait_for_step(self) -> bool:
+        """Whether there are stores that leave with the layers, or at the end, of the step under way."""
+        return bool(self._of_step)
+
+    @property
+    def wait_for_layers(self) -> bool:
+        """Whether there are stores that leave with the layers of the step under way."""
+        return self._layerwise and self.wait_for_step
+
+    @property
     def num_open(self) -> int:
         """Stores, puts and fetches that have not ended."""
         return len(self._open) + len(self._puts) + len(self._fetches)

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from lamella.connector.auto_choice import AutoChoice, read_profile
-from lamella.connector.batch_blocks import Scheduled
+from lamella.connector.auto_choice import AutoChoice
+from lamella.connector.batch_blocks import Scheduled, StepBatch
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.load_in_flight import Load
 from lamella.connector.observations import HostMarks, Observations
+from lamella.connector.step_forecast import read_profile
 from lamella.connector.step_orders import LoadOrder, LoadPlan, Observed, StepOrders, StepReport, StepWeights
 from lamella.connector.turns import Turns
 from lamella.connector.vllm_settings import ConnectorSettings
@@ -56,6 +57,18 @@ def requests(**tokens: int) -> dict[str, Any]:
     return {name: SimpleNamespace(num_tokens=count) for name, count in tokens.items()}
 
 
+def batch_of(*joined: Scheduled) -> StepBatch:
+    output = SimpleNamespace(
+        scheduled_new_reqs=[
+            SimpleNamespace(req_id=one.request, num_computed_tokens=one.computed, block_ids=([],)) for one in joined
+        ],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        num_scheduled_tokens={one.request: one.new for one in joined},
+        total_num_scheduled_tokens=sum(one.new for one in joined),
+    )
+    return StepBatch(output, list(joined), [one.request for one in joined])
+
+
 def test_a_lone_request_joins_the_next_step_and_is_counted_once_it_has_its_blocks() -> None:
     auto = auto_of()
     assert auto.choose("a", 4_096, 0, 5_120) is Arm.SYNC
@@ -88,14 +101,14 @@ def test_computing_that_is_ahead_is_counted_from_the_choice_until_it_is_done() -
     auto.missed("b", 0, 20_000)
     auto.choose("a", 4_096, 0, 4_160)
     assert auto._chosen["a"].chosen.ttft_ns > alone + 300 * MS
-    weights = auto.step_made([Scheduled("b", 0, 8_192)], requests(b=20_000))
+    weights = auto.step_made(batch_of(Scheduled("b", 0, 8_192)), requests(b=20_000))
     assert weights.full  # what is left fills the next step
     assert weights.prefills == (-1,)
-    assert weights.expected_ns > 200 * MS
+    assert auto.expected_ns > 200 * MS
     auto.choose("a", 4_096, 0, 4_160)
     assert auto._chosen["a"].chosen.ttft_ns > alone + 200 * MS
-    auto.step_made([Scheduled("b", 8_192, 8_192)], requests(b=20_000))
-    after = auto.step_made([Scheduled("b", 16_384, 3_616)], requests(b=20_000))
+    auto.step_made(batch_of(Scheduled("b", 8_192, 8_192)), requests(b=20_000))
+    after = auto.step_made(batch_of(Scheduled("b", 16_384, 3_616)), requests(b=20_000))
     assert (after.full, after.prefills) == (False, ())
     auto.choose("a", 4_096, 0, 4_160)
     assert auto._chosen["a"].chosen.ttft_ns < alone + 20 * MS
@@ -106,10 +119,10 @@ def test_who_decodes_stands_in_the_price_of_a_stall_and_readers_apart() -> None:
     auto.choose("r", 4_096, 0, 4_200)
     auto.planned("r", 0)
     auto.missed("b", 0, 100)
-    batch = [Scheduled("r", 4_096, 104), Scheduled("b", 0, 100)]
+    batch = batch_of(Scheduled("r", 4_096, 104), Scheduled("b", 0, 100))
     assert auto.step_made(batch, requests(r=4_200, b=100)).price == StallPrice(0.5, 0.5)
     auto.forget("r")
-    assert auto.step_made([Scheduled("b", 100, 1)], requests(b=101)).price == StallPrice(0.5, 0.0)
+    assert auto.step_made(batch_of(Scheduled("b", 100, 1)), requests(b=101)).price == StallPrice(0.5, 0.0)
 
 
 def test_an_engine_that_schedules_ahead_is_taken_for_busy_as_long_as_its_step_computes() -> None:
@@ -117,7 +130,7 @@ def test_an_engine_that_schedules_ahead_is_taken_for_busy_as_long_as_its_step_co
     waits = []
     for ahead in (False, True):
         auto = auto_of(clock, steps_ahead=ahead)
-        auto.step_made([Scheduled("b", 0, 2_048)], requests(b=2_048))
+        auto.step_made(batch_of(Scheduled("b", 0, 2_048)), requests(b=2_048))
         auto.choose("a", 4_096, 0, 4_160)
         waits.append(auto._chosen["a"].chosen.ttft_ns)
     assert waits[1] > waits[0] + 20 * MS
@@ -142,9 +155,9 @@ def test_a_probe_stays_one_when_it_is_asked_again_and_asking_again_brings_none()
     arms = [auto.choose("again", 4_096, 0, 4_160) for _ in range(100)]
     assert set(arms) == {Arm.OFF}
     for number in range(30):
-        auto.step_made([], {})  # what was to be computed is not waited for any more
+        auto.step_made(batch_of(), {})  # what was to be computed is not waited for any more
         auto.choose(f"r{number}", 4_096, 0, 4_160)
-    auto.step_made([], {})
+    auto.step_made(batch_of(), {})
     assert auto.choose("probe", 4_096, 0, 4_160) is not Arm.OFF
     assert auto.choose("probe", 4_096, 0, 4_160) is not Arm.OFF
     assert "as a probe" in auto._chosen["probe"].reason()
@@ -187,7 +200,7 @@ def test_everything_of_a_request_that_is_gone_is_forgotten() -> None:
     auto = auto_of()
     auto.choose("a", 4_096, 0, 30_000)
     auto.planned("a", 0)
-    auto.step_made([Scheduled("a", 4_096, 8_192)], requests(a=30_000))
+    auto.step_made(batch_of(Scheduled("a", 4_096, 8_192)), requests(a=30_000))
     auto.choose("b", 4_096, 0, 5_000)
     auto.missed("c", 0, 500)
     for name in "abc":
@@ -230,12 +243,12 @@ def test_auto_waits_in_the_forward_pass_and_its_loads_without_a_plan_are_weighed
 # ---------------------------------------------------------------- the worker
 
 
-def weights(prefills: tuple[int, ...] = (), expected_ns: int = 100) -> StepWeights:
-    return StepWeights(StallPrice(0), False, prefills, 5 * MS, expected_ns)
+def weights(prefills: tuple[int, ...] = ()) -> StepWeights:
+    return StepWeights(StallPrice(0), False, prefills, 5 * MS)
 
 
 def step(num_decoding: int = 1, expected_ns: int = 100) -> StepOrders:
-    return StepOrders(num_tokens=1, num_decoding=num_decoding, weights=weights(expected_ns=expected_ns))
+    return StepOrders(num_tokens=1, num_decoding=num_decoding, weights=weights(), expected_ns=expected_ns)
 
 
 class Marks:

@@ -21,6 +21,7 @@ from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES
 from lamella.connector.slice_width import choose_width
+from lamella.connector.step_forecast import StepForecast
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.worker_loads import Load
 from lamella.reference.slices import plan_slices
@@ -78,17 +79,18 @@ class Answer(NamedTuple):
     def deviation(self, other: Answer) -> float:
         """The smallest tolerance of a log-probability under which both are right.
 
-        Where tokens differ it is half the lead that the chosen one had: within that, either is right, and what follows
-        is another text that is not compared.
+        Where tokens differ it is half the larger lead that a chosen one had, or the difference of their own
+        log-probabilities: within that, either is right, and what follows is another text that is not compared.
         """
         if len(self.tokens) != len(other.tokens):
             return math.inf
         largest = 0.0
+        leads = map(max, self.leads, other.leads)
         for mine, theirs, a, b, lead in zip(
-            self.tokens, other.tokens, self.logprobs, other.logprobs, self.leads, strict=True
+            self.tokens, other.tokens, self.logprobs, other.logprobs, leads, strict=True
         ):
             if mine != theirs:
-                return max(largest, lead / 2)
+                return max(largest, lead / 2, abs(a - b))
             largest = max(largest, abs(a - b))
         return largest
 
@@ -303,6 +305,17 @@ class LiveEngine:
         """Tokens of a block."""
         return int(self.worker.caches.block_tokens[0][0])
 
+    def apart(self, kv: list[torch.Tensor], own: list[torch.Tensor]) -> float:
+        """How far KV, as `kv_of` gives it, is from `own` in its worst block of a layer; 0: the same, over 1: another's.
+
+        Tokens can be equal by luck where a copy went wrong, and differ by luck where none did; this says which.
+        """
+        worst = 0.0
+        for tensor, mine, right in zip(self.tensors, kv, own, strict=True):
+            a, b = (one.view(tensor.dtype).float().flatten(1) for one in (mine, right))  # [blocks, elements]
+            worst = max(worst, float(((a - b).norm(dim=1) / b.norm(dim=1)).max()))
+        return worst
+
     def generate_with_kv(self, tokens: list[int], num_tokens: int) -> tuple[Answer, list[torch.Tensor]]:
         """The answer, and the bytes of the first tokens' KV that it was computed from."""
         self.add("kept", tokens)
@@ -318,6 +331,15 @@ class LiveEngine:
         assert computed.cached == 0
         self.forget_blocks()
         return computed
+
+    def stored_with_kv(self, tokens: list[int], num_tokens: int) -> tuple[Answer, list[torch.Tensor]]:
+        """As `stored`, and the KV of its first tokens."""
+        self.forget_blocks()
+        self.side.reset()
+        computed, kv = self.generate_with_kv(tokens, num_tokens)
+        assert computed.cached == 0
+        self.forget_blocks()
+        return computed, kv
 
     # ---- freezing loads
 
@@ -429,7 +451,10 @@ class LiveEngine:
         choice = choose_width(settings.layers_per_slice, worker.caches.layout)
         self.side._settings = worker._settings = settings
         self.side._auto = AutoChoice(settings, self.side._facts, self.side.metrics) if settings.is_auto else None
-        worker._observations = Observations(marks_of(worker._device)) if settings.is_auto else None
+        self.side._forecast = self.side._auto.forecast if self.side._auto is not None else None
+        if settings.needs_forecast and self.side._forecast is None:
+            self.side._forecast = StepForecast(settings, self.side._facts)
+        worker._observations = Observations(marks_of(worker._device)) if settings.needs_forecast else None
         worker.loads._on_landed = None if worker._observations is None else worker._observations.load_landed
         worker.slices = plan_slices(num_layers, choice.width)
         worker.stores._layerwise = use_layerwise and choice.layerwise

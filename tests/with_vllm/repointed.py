@@ -26,7 +26,7 @@ class RepointedConnector(LamellaConnector):
         super().__init__(vllm_config, role, kv_cache_config)
         if self.scheduler is not None:
             self.scheduler.set_ranks([RankObjects(b"r" * 32, 1)], 4096)
-            self.scheduler._store = lambda one: []  # type: ignore[method-assign]
+            self.scheduler.stores.enabled = False
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         side = self._scheduler

@@ -51,13 +51,12 @@ def kept(live: LiveEngine, tokens: list[int], num_new: int = 12) -> Answer:
 def only_computed(live: LiveEngine, tokens: list[int]) -> Answer:
     """The prompt's answer; nobody keeps its KV."""
     live.forget_blocks()
-    store = live.side._store
-    live.side._store = lambda one: []
+    live.side.stores.enabled = False
     try:
         with live.nothing_loaded():
             answer = live.generate(tokens)
     finally:
-        live.side._store = store
+        live.side.stores.enabled = True
     assert answer.cached == 0
     return answer
 

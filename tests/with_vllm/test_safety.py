@@ -186,6 +186,7 @@ def test_a_replay_is_known_by_its_context(
 ) -> None:
     monkeypatch.setattr(engine.worker.loads, "_replayed", False)
     monkeypatch.setattr(engine.worker.loads, "_orders", StepOrders(num_tokens=1))
+    monkeypatch.setattr(engine.worker.loads, "gated", [SimpleNamespace()])
     engine.connector.start_load_kv(SimpleNamespace(**context))
     assert engine.worker.loads._replayed == replays
 

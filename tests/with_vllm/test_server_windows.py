@@ -75,7 +75,7 @@ def test_b_blocks_of_a_request_aborted_after_release_are_held_until_all_has_land
     expected = only_computed(engine, OTHER)
     tokens = prompt(500, 40)
     kept(engine, tokens)
-    store, engine.side._store = engine.side._store, lambda one: []
+    engine.side.stores.enabled = False
     with engine.without("wait_for_released", *(() if holds else ("hold_on_abort",))):
         engine.add("r1", tokens)
         engine.release("r1")
@@ -85,7 +85,7 @@ def test_b_blocks_of_a_request_aborted_after_release_are_held_until_all_has_land
         engine.step(6)  # without the hold r3 now computes in r1's blocks, before they land
         engine.land(load)
         answer = engine.finish("r3")[0]
-    engine.side._store = store
+    engine.side.stores.enabled = True
     assert answer.same(expected) is holds
 
 

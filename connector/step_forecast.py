@@ -1,0 +1,94 @@
+"""How long a request's prefill, a step and a load will take: a profile's times, put right by what workers observe.
+
+One forecast for everybody who needs one: `auto` chooses by it, and a release just in time (`jit`) is timed by it.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Final
+
+from lamella.connector.batch_blocks import StepBatch
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.step_orders import LoadPlan, Observed
+from lamella.connector.vllm_settings import ConnectorSettings, resolve_layers_per_slice
+from lamella.reference.auto import AutoPolicy
+from lamella.reference.correction import Correction
+from lamella.reference.profile import DeviceProfile, profile_from_mapping
+from lamella.reference.slices import plan_slices
+
+_SHIPPED: Final = "lamella.sim.profiles"  # data that lies beside the simulator
+
+
+def read_profile(name: str) -> DeviceProfile:
+    """The shipped profile of that name, or the one in a file that `lamella calibrate` wrote.
+
+    Raises:
+        ValueError: no such profile, or one that is broken; the message says what would be one.
+    """
+    import json
+
+    source = Path(name) if name.endswith(".json") else files(_SHIPPED) / f"{name}.json"
+    try:
+        return profile_from_mapping(json.loads(source.read_text("utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        shipped = sorted(one.name[:-5] for one in files(_SHIPPED).iterdir() if one.name.endswith(".json"))
+        raise ValueError(
+            f"profile {name!r} cannot be used: {error}; name a file that lamella calibrate wrote, or one of "
+            f"{', '.join(shipped)}"
+        ) from error
+
+
+class StepForecast:
+    """See the module. On the scheduler's thread.
+
+    Args:
+        settings: the connector's.
+        facts: of the engine.
+
+    Raises:
+        ValueError: a profile that cannot be read.
+    """
+
+    def __init__(self, settings: ConnectorSettings, facts: EngineFacts) -> None:
+        self.profile = read_profile(settings.profile)
+        self.policy = AutoPolicy(
+            self.profile,
+            facts.space.layers[1] - facts.space.layers[0],
+            facts.token_bytes,
+            facts.token_budget,
+            settings.bystander_weight,
+        )
+        """The profile's times, before correction."""
+        self.correction = Correction()
+        """What was observed so far."""
+        self._settings = settings
+        self._token_bytes = facts.token_bytes
+
+    def plan(self, load_tokens: int, cached: int, new: int) -> LoadPlan:
+        """The load of a request that then has `cached` tokens and computes `new` more: moved as the settings say."""
+        num_layers = self.policy.num_layers
+        width = resolve_layers_per_slice(self._settings.layers_per_slice, num_layers)
+        num_slices = len(plan_slices(num_layers, width)) if width and not isinstance(width, str) else 1
+        compute_ns, _all_steps_ns = self.policy.prefill_ns(cached, new, self.correction)
+        load_ns = self.policy.load_ns(load_tokens, num_slices, self.correction)
+        return LoadPlan(None, self._settings.release_policy, compute_ns, load_ns)
+
+    def expected_ns(self, batch: StepBatch) -> int:
+        """The profile's time of the step, uncorrected; 0 where nobody computes more than a token."""
+        if batch.num_tokens == len(batch.names):
+            return 0
+        parts = batch.all()
+        prefills = [(one.computed, one.new) for one in parts if one.new > 1]
+        ends = [one.end for one in parts if one.new == 1]
+        return self.policy.step_ns(prefills, len(ends), sum(ends))
+
+    def observed(self, observed: Observed) -> None:
+        """The workers' measurements correct the profile."""
+        if observed.loads:
+            expected_ns = self.policy.wire_ns(observed.load_bytes // self._token_bytes)
+            measured_ns = observed.load_ns - observed.slices * self.policy.slice_ns
+            self.correction = self.correction.after_load(expected_ns, measured_ns)
+        if observed.steps:
+            self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns)
