@@ -64,9 +64,9 @@ def test_a_goal_is_not_shown_where_the_run_was_not_quiet() -> None:
 
 
 def test_an_arm_with_graphs_of_its_own_is_held_against_chunk_major_with_the_same() -> None:
-    arms = {"chunk_bounded": 100, "auto": 60, "chunk_prefill_graphs": 80, "auto_prefill_graphs": 60}
+    arms = {"chunk_bounded": 100, "auto": 60, "chunk_prefill_graphs": 120, "auto_prefill_graphs": 60}
     found = said(run(f"{ONE}_graphs", arms))
-    assert found["C = 1, new = 768, auto_prefill_graphs"][0].startswith("-25.0%")
+    assert found["C = 1, new = 768, auto_prefill_graphs"][0].startswith("-50.0%")
     assert "C = 1, new = 768, auto" not in found, "the cell of that name says it"
 
 

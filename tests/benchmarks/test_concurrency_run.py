@@ -183,6 +183,9 @@ def test_the_surely_worse_chunk_major_form_needs_no_more_repeats() -> None:
     wanted = (BASELINE, "chunk_deep")
     assert not_shown_yet({BASELINE: quiet, "chunk_deep": wild}, wanted) == set()
     assert not_shown_yet({BASELINE: quiet, "chunk_deep": near}, wanted) == {"chunk_deep"}
+    wild_opening = [repeat(BASELINE, number, 200.0 + 40 * (number % 2)) for number in range(4)]
+    quiet_deep = [repeat("chunk_deep", number, 100.0 + number % 2) for number in range(4)]
+    assert not_shown_yet({BASELINE: wild_opening, "chunk_deep": quiet_deep}, wanted) == {BASELINE}, "it shows the drift"
 
 
 def test_a_drifting_baseline_is_not_shown_yet() -> None:
