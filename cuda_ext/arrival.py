@@ -36,8 +36,12 @@ class Carrier(enum.Enum):
     """An event a slice. A stream can wait only for slices that were enqueued, so the caller may wait first."""
 
     VALUE = 1
-    """A word in memory. A stream, or a captured graph, can wait for slices that are not enqueued yet; not a stream of
-    the highest priority, whose hardware queue the transfer's copies may share."""
+    """A word in memory. A stream, or a captured graph, can wait for slices that are not enqueued yet.
+
+    What such a stream holds back must not be what the slice needs: kernels must have been loaded before (by a run, or
+    by `CUDA_MODULE_LOADING=EAGER`), because loading waits for the device; and the stream must not have the highest
+    priority, whose hardware queues the transfer's copies use. The transfer's deadline ends such a wait.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class GraphWaits:
     """
 
     def __init__(self, engine: TransferEngine) -> None:
-        """Of `engine`, whose carrier must be `Carrier.VALUE`: copies of another kind can be queued behind a wait.
+        """Of `engine`, whose carrier must be `Carrier.VALUE`.
 
         Raises:
             ValueError: an engine with another carrier.

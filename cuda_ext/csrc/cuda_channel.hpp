@@ -11,9 +11,8 @@
 // engine's own small copies, and with them its whole step, back until the last slice. So after `turn_bytes` the other
 // copy stream goes on, behind the first one's last copy, and the copy engine looks around meanwhile.
 //
-// Streams of one priority share hardware queues, and a copy queued behind a stream that waits for a word never comes if
-// the word follows it. So where streams wait for words, the copies have the kernels' high priority, which such a stream
-// must not have; else the default priority, as the engine's own copies.
+// All have the highest priority, so that they do not share hardware queues with the engine's streams: a copy queued
+// behind a stream that waits for a word never comes if the word follows it.
 #pragma once
 
 #include <cuda.h>
@@ -47,9 +46,8 @@ class CudaChannel final : public Channel {
     int least = 0;
     int greatest = 0;
     LM_REQUIRE(cudaDeviceGetStreamPriorityRange(&least, &greatest));
-    const int priority = options_.carrier == LM_CARRIER_VALUE ? greatest : least;
     for (cudaStream_t& stream : copies_) {
-      LM_REQUIRE(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, priority));
+      LM_REQUIRE(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest));
     }
     copy_ = copies_[0];
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));

@@ -12,6 +12,7 @@
 #include "cuda_marks.hpp"
 #include "cuda_tables.hpp"
 #include "engine_device.hpp"
+#include "scatter.hpp"
 
 namespace lamella {
 namespace {
@@ -24,6 +25,7 @@ class CudaDevice final : public Device {
     if (!context_->has(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)) {
       throw Invalid("this device cannot read registered host memory at the host's addresses");
     }
+    load_kernels();
     tables_ = std::make_shared<TablePool>(context_);
     fences_ = std::make_shared<Events>(context_, cudaEventDisableTiming);
   }

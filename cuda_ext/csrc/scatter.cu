@@ -88,6 +88,16 @@ void launch(const KernelGroup& target, const Piece* pieces, std::int64_t count, 
   });
 }
 
+template <int kBytes, typename Dense>
+void load() {
+  cudaFuncAttributes ignored{};
+  for (const auto kernel : {reinterpret_cast<const void*>(&move_pieces<kBytes, Dense, kFewPieces>),
+                            reinterpret_cast<const void*>(&move_pieces<kBytes, Dense, kManyPieces>)}) {
+    const cudaError_t error = cudaFuncGetAttributes(&ignored, kernel);
+    if (error != cudaSuccess) throw CudaError(format("loading a kernel: %s", cudaGetErrorString(error)));
+  }
+}
+
 KernelGroup kernel_group(const lm_request& request, std::uint64_t base_bits) {
   if (request.num_groups != 1) throw Invalid(format("a launch is of one kernel group, got %d", request.num_groups));
   return {group_of(request, request.groups[0]), request.groups[0].block_ids, base_bits};
@@ -103,6 +113,15 @@ std::vector<Piece> pieces_of(const lm_request& request, const lm_piece* pieces, 
 }
 
 }  // namespace
+
+void load_kernels() {
+  for (const std::uint64_t bits : {1, 2, 4, 8, 16}) {
+    with_widest_vector(bits, [](auto width) {
+      load<width, Staged>();
+      load<width, Mapped>();
+    });
+  }
+}
 
 void scatter_staged(const KernelGroup& target, const Piece* pieces, std::int64_t num_pieces, std::uint64_t staging,
                     lm_direction direction, std::int32_t num_ctas, CUstream_st* stream) {

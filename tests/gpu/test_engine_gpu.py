@@ -6,6 +6,7 @@ test would show nothing.
 
 from __future__ import annotations
 
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -123,6 +124,31 @@ def test_a_stream_reads_each_layer_only_after_it_landed(
         assert _finishes(stream)
         assert paged.right_layers() == list(range(LAYERS))
         transfer.wait(WAIT_S)
+
+
+def _first_transfer(results: Any) -> None:
+    """In a process that has launched none of the engine's kernels: how a transfer ends that a stream waits for."""
+    paged = Paged()
+    paged.read_layer(0)
+    paged.reset()
+    stream = torch.cuda.Stream()
+    with _engine(Carrier.VALUE) as engine:
+        cache = engine.register_cache(paged.layout, paged.engines)
+        transfer = _retrieve(engine, cache, paged, width=3, method=CopyMethod.STAGED_BATCH, deadline_s=3.0)
+        with torch.cuda.stream(stream):
+            transfer.wait_layer(LAYERS - 1, stream.cuda_stream)
+            paged.read_layer(LAYERS - 1)
+        results.put(transfer.wait_final(WAIT_S).name)
+
+
+def test_a_stream_that_waits_does_not_keep_the_first_kernel_from_being_loaded() -> None:
+    """CUDA loads a kernel at its first launch and waits for the device to do so, and so for the stream that waits."""
+    spawn = multiprocessing.get_context("spawn")
+    results = spawn.Queue()
+    process = spawn.Process(target=_first_transfer, args=(results,))
+    process.start()
+    assert results.get(timeout=60) == "LANDED"
+    process.join(WAIT_S)
 
 
 def test_without_the_wait_a_stream_reads_layers_that_have_not_landed(
