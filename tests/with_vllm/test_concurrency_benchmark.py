@@ -53,6 +53,8 @@ def test_every_hit_comes_from_the_pool_and_every_request_has_all_its_times(rows:
                 slices = 4 if row["arm"] in ("fifo_first", "fifo_jit", "interleaved_first") else 1
                 assert len(request["landed_us"]) >= slices
                 assert request["ordered_us"] <= request["landed_us"][0] <= request["landed_us"][-1]
+                if row["arm"].startswith(("sync", "auto")) and "released_us" not in request:
+                    continue  # it joined the very next step
                 assert request["landed_us"][0] <= request["released_us"] <= request["token_us"][0]
         assert sum(step[2] for step in row["steps"]) > 0
 
@@ -62,7 +64,7 @@ def test_what_an_arm_leaves_on_does_not_reach_the_next(tmp_path: Path) -> None:
     run(out, "--cells", "extra", "--only", "misses,tier20", "--arms", "fifo_first", "--repeats", "1")
     again = run(out, "--cells", "extra", "--only", "misses,tier20", "--arms", "fifo_first", "--repeats", "1")
     repeats = [row for row in again if row["kind"] == "repeat"]
-    assert len(repeats) == 2 * 3, "a second call found everything done"
+    assert len(repeats) == 2 * 2, "a second call found everything done"
     assert not [row for row in repeats if figures().is_flawed(row)]
     stored = [row["counters"].get("stored_tokens", 0) for row in repeats if row["cell"]["stores"]]
     assert min(stored) > 0
