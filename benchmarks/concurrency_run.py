@@ -205,13 +205,16 @@ class Run:
         if not wanted:
             return []
         seen = self.seen[cell.name]
-        begun = max((len(rows) for arm, rows in seen.items() if arm != BASELINE), default=0) // 2 * 2
-        return [
-            name
-            for number in (begun, begun + 1)
-            for name in round_of(cell, self.arms, number, self.asked.seed)
-            if name in {BASELINE, *wanted} and len(seen[name]) < cell.most_repeats * (2 if name == BASELINE else 1)
-        ]
+        counts = {name: len(seen[name]) for name in cell.arms}
+        begun = max((count for arm, count in counts.items() if arm != BASELINE), default=0) // 2 * 2
+        plan: list[str] = []
+        for number in (begun, begun + 1):
+            order = round_of(cell, self.arms, number, self.asked.seed)
+            for name in order:
+                if name in {BASELINE, *wanted} and counts[name] < cell.most_repeats * order.count(name):
+                    plan.append(name)
+                    counts[name] += 1
+        return plan
 
     def cell(self, cell: Cell, plan: Sequence[str]) -> None:
         """These repeats of the cell, in that order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -107,6 +108,18 @@ def test_only_the_arms_that_are_not_shown_and_the_baseline_go_on(
     assert order.count("fifo_first") == CELL.most_repeats
     assert order.count("chunk_deep") == 4
     assert order.count(BASELINE) == 2 * CELL.most_repeats
+
+
+@pytest.mark.parametrize("arms", [(BASELINE, "fifo_first"), (BASELINE, "fifo_first", "sync")])
+def test_a_cell_that_is_never_shown_ends_with_its_last_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arms: tuple[str, ...]
+) -> None:
+    cell = dataclasses.replace(CELL, arms=arms, repeats=1, most_repeats=3)
+    done, order = ran(monkeypatch, tmp_path / "o", lambda arm, number: 100.0 + 50 * (number % 2), cell)
+    assert done
+    assert order.count("fifo_first") == 3
+    assert order.count(BASELINE) == (3 if len(arms) == 2 else 6), "once a round beside one arm, else twice"
+    assert ran(monkeypatch, tmp_path / "o", lambda arm, number: 1.0, cell) == (True, [])
 
 
 def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
