@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import threading
 from collections.abc import Sequence
+from functools import cached_property
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -50,8 +51,11 @@ class _Held:
         self._ended = False
         self.keys = keys
         self.slots = slots
-        self.addresses = pool.memory.addresses(slots)
-        """`addresses[i]` is where object `keys[i]` starts."""
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """`addresses[i]` is where object `keys[i]` starts; worked out for those who move the bytes in this process."""
+        return self._pool.memory.addresses(self.slots)
 
     def host_objects(self, chunks: Sequence[int] | None = None) -> HostObjects:
         """These objects as a transfer takes them, by absolute chunk; 0 where the sequence has another chunk.

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
@@ -114,16 +115,26 @@ class CacheMover:
 
     def _refuse_kernels(self) -> None:
         """A transfer of nothing is refused if its method cannot move these blocks."""
-        nothing: list[tuple[int, ...]] = [() for _ in self._layout.groups]
         try:
-            self.engine.retrieve(self._cache, HostObjects(()), nothing, 0, method=self._method).wait(_LOOK_S)
+            self._move_nothing().wait(_LOOK_S)
         except ValueError as refused:
             raise ValueError(
                 f"the server moves bytes by copy engines alone, and {refused}; take objects in block form, or the "
                 "transfer side 'worker'"
             ) from refused
 
+    def _move_nothing(self) -> Transfer:
+        nothing: list[tuple[int, ...]] = [() for _ in self._layout.groups]
+        whole = self._layout.num_layers
+        return self.engine.retrieve(self._cache, HostObjects(()), nothing, 0, width=whole, method=self._method)
+
     # ---- moves
+
+    def rouse(self) -> None:
+        """As `WorkerSide.rouse`, unless something moves."""
+        with self._lock, suppress(TransferStopped):
+            if not self._moves and not self._closed:
+                self._move_nothing()
 
     def retrieve(
         self,

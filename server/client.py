@@ -167,18 +167,20 @@ class CacheSession:
         rank: int = EVERY_RANK,
         use_tiers: bool = True,
         epoch: Epoch | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Found:
         """What of `keys` is there, locked; a miss where the server is lost or draining.
 
         Args:
             epoch: the registration whose slots the caller has attached; under another it is a miss. None: the present.
+            meanwhile: as `Connection.call`.
         """
         if not keys:
             return MISS
         try:
             session = self._session_of(epoch)
             message = Lookup(session, pack_prefixes(keys), keys[-1].num_tokens, first_wanted, rank, use_tiers)
-            return self.call(message, Found)
+            return self.call(message, Found, meanwhile=meanwhile)
         except ServerLostError:
             return MISS
         except RefusedError as refused:
@@ -207,19 +209,8 @@ class CacheSession:
             RefusedError: the lease has ended (`Code.UNKNOWN_LEASE`), or the transfer failed.
         """
         null = -1 if null_block is None else null_block
-        message = Retrieve(
-            self._session,
-            lease,
-            rank,
-            request,
-            blocks,
-            num_tokens,
-            skip_tokens,
-            null,
-            board,
-            events,
-            layers_per_slice,
-        )
+        size = num_tokens, skip_tokens, null
+        message = Retrieve(self._session, lease, rank, request, blocks, *size, board, events, layers_per_slice)
         return self.call(message, Retrieved, timeout_s)
 
     def allocate(
@@ -261,21 +252,8 @@ class CacheSession:
             ServerLostError, RefusedError: they are not.
         """
         null = -1 if null_block is None else null_block
-        message = Store(
-            self._session,
-            Phase.COMMIT,
-            lease,
-            b"",
-            0,
-            0,
-            rank,
-            request,
-            blocks,
-            num_tokens,
-            skip_tokens,
-            null,
-            events,
-        )
+        session, size = self._session, (num_tokens, skip_tokens, null)
+        message = Store(session, Phase.COMMIT, lease, b"", 0, 0, rank, request, blocks, *size, events)
         return self.call(message, Stored, timeout_s)
 
     def release(self, lease: int, rank: int = EVERY_RANK) -> bool:
@@ -294,14 +272,20 @@ class CacheSession:
         """
         return self.connection.call(Stats(), StatsReport)
 
-    def call(self, message: Message, answer: type[_Answer], timeout_s: float | None = None) -> _Answer:
+    def call(
+        self,
+        message: Message,
+        answer: type[_Answer],
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> _Answer:
         """As `Connection.call`, on this thread's connection; a session that the server does not know is lost.
 
         Raises:
             ServerLostError, RefusedError: as `Connection.call`.
         """
         try:
-            return self.connection.call(message, answer, timeout_s)
+            return self.connection.call(message, answer, timeout_s, meanwhile)
         except ServerLostError as lost:
             self._lose(str(lost))
             raise

@@ -6,6 +6,7 @@ import itertools
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
@@ -92,20 +93,30 @@ class Connection:
                 raise ServerLostError("this connection is closed")
             number = next(self._numbers)
             frame = encode(number, message)
-            # Once there was a server, waiting for the next one is not this call's business.
-            deadline = time.monotonic() + (0.0 if self._was_connected else self.timeout_s)
-            while not self._socket.poll(self._slice_ms(deadline), zmq.POLLOUT):
-                if self._given_up or time.monotonic() >= deadline:
-                    raise ServerLostError(self._given_up or "no server answers there")
+            if not self._send(frame):
+                # Once there was a server, waiting for the next one is not this call's business.
+                deadline = time.monotonic() + (0.0 if self._was_connected else self.timeout_s)
+                while not (self._ready(zmq.POLLOUT, self._slice_ms(deadline)) and self._send(frame)):
+                    if self._given_up or time.monotonic() >= deadline:
+                        raise ServerLostError(self._given_up or "no server answers there")
             self._was_connected = True
             future: Future[Any] = Future()
             self._open[number] = (answer, future)
-            try:
-                self._socket.send(frame, zmq.NOBLOCK)
-            except zmq.ZMQError as refused:
-                del self._open[number]
-                raise ServerLostError(f"the message cannot be sent: {refused}") from None
             return future
+
+    def _send(self, frame: bytes) -> bool:
+        """Whether there is a connection, on which the frame is on its way now."""
+        try:
+            self._socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as refused:
+            raise ServerLostError(f"the message cannot be sent: {refused}") from None
+        return True
+
+    def _ready(self, event: int, wait_ms: int) -> bool:
+        """Whether the socket has the event, now or within so many milliseconds; without a `Poller` for each look."""
+        return bool(zmq.zmq_poll([(self._socket, event)], wait_ms))
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Answers that have come are in their futures; waits for one if none has."""
@@ -113,12 +124,24 @@ class Connection:
             if self._socket.closed:
                 return
             wait_ms = int(timeout_s * 1000)
-            while self._socket.poll(wait_ms):
+            while self._ready(zmq.POLLIN, wait_ms):
                 self._take(self._socket.recv_multipart())
                 wait_ms = 0
 
-    def call(self, message: Message, answer: type[_Answer], timeout_s: float | None = None) -> _Answer:
+    def call(
+        self,
+        message: Message,
+        answer: type[_Answer],
+        timeout_s: float | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> _Answer:
         """The answer to a message.
+
+        Args:
+            message: what is asked.
+            answer: what is expected.
+            timeout_s: bound of this call; None: the connection's.
+            meanwhile: called once, while the answer is on its way.
 
         Raises:
             ServerLostError: none within the bound.
@@ -128,17 +151,20 @@ class Connection:
         deadline = time.monotonic() + bound_s
         with self._lock:
             future = self.request(message)
+            if meanwhile is not None:
+                meanwhile()
             while not future.done():
-                left_s = deadline - time.monotonic()
-                given_up = self._given_up or ("" if self._socket.poll(0, zmq.POLLOUT) else "the connection was cut")
-                if left_s <= 0 or given_up:
+                self.poll(self._slice_ms(deadline) / 1000)
+                if future.done():
+                    break
+                given_up = self._given_up or ("" if self._ready(zmq.POLLOUT, 0) else "the connection was cut")
+                if given_up or time.monotonic() >= deadline:
                     self.poll()  # it may have come just before
                     if future.done():
                         break
                     self.forget(future)
                     reason = given_up or f"none within {bound_s} s"
                     raise ServerLostError(f"no answer to {type(message).__name__}: {reason}")
-                self.poll(self._slice_ms(deadline) / 1000)
         found = future.result()
         assert isinstance(found, answer), "answers are decoded as what the protocol says"
         return found

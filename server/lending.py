@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from lamella.cuda_ext.arrival_board import BoardPlace
 from lamella.cuda_ext.pool import PinnedObjects, Reservation
@@ -17,7 +17,7 @@ from lamella.server.cache_mover import Moved
 from lamella.server.frames import RefusedError, unpack_keys
 from lamella.server.leases import LeaseBook, Part, PartState
 from lamella.server.metrics import ServerMetrics
-from lamella.server.mover import Move
+from lamella.server.mover import Move, Mover
 from lamella.server.places import Place
 from lamella.server.protocol import (
     Abort,
@@ -34,6 +34,8 @@ from lamella.server.protocol import (
 )
 from lamella.server.sessions import Session, SessionBook
 from lamella.server.wire import EVERY_RANK, Code
+
+_Answer = TypeVar("_Answer", Retrieved, Stored)
 
 
 class Loan(NamedTuple):
@@ -108,6 +110,9 @@ class Lending:
         chunks = range(first, hits)
         shares = [(rank.rank, Loan(_place(rank), lease), chunks) for rank, lease in zip(ranks, locked, strict=True)]
         number = self._leases.lock(session.engine, session.number, shares)
+        for rank in ranks:
+            if rank.mover is not None:  # once this is answered; its retrieve comes soon
+                self._later(rank.mover.rouse)
         return Found(number, hits, tuple(lease.slots for lease in locked), pending)
 
     def retrieve(self, session: Session, message: Retrieve) -> Retrieved | Future[Retrieved]:
@@ -121,34 +126,26 @@ class Lending:
         if session.transfer_side is TransferSide.WORKER:
             self._metrics.retrieves.labels("worker").inc()
             return Retrieved(first, slots, "worker", "", 0, 0)
-        answer: Future[Retrieved] = Future()
-
-        def ended(moved: Moved) -> None:
-            self._close_part(part, keep=True)
-            if moved.state is TransferState.LANDED:
-                answer.set_result(
-                    Retrieved(first, slots, moved.path, moved.reason[:512], moved.num_bytes, moved.duration_ns)
-                )
-            else:
-                answer.set_exception(RefusedError(Code.FAILED, moved.reason))
-
-        assert session.mover is not None, "a rank whose bytes the server moves has a mover"
+        mover = _mover(session)
         try:
-            self._moves[part] = session.mover.retrieve(
-                part.held.held.host_objects(part.chunks),
-                message.blocks,
-                message.num_tokens,
-                on_end=lambda moved: self._later(lambda: ended(moved)),
-                width=message.layers_per_slice,
-                board=BoardPlace.parse(message.board) if message.board is not None else None,
-                skip_tokens=message.skip_tokens,
-                null_block=None if message.null_block < 0 else message.null_block,
-                events=message.events or (),
+            answer = self._moved_by_server(
+                part,
+                lambda on_end: mover.retrieve(
+                    part.held.held.host_objects(part.chunks),
+                    message.blocks,
+                    message.num_tokens,
+                    on_end=on_end,
+                    width=message.layers_per_slice,
+                    board=BoardPlace.parse(message.board) if message.board is not None else None,
+                    **_options(message),
+                ),
+                lambda moved: Retrieved(
+                    first, slots, moved.path, moved.reason[:512], moved.num_bytes, moved.duration_ns
+                ),
             )
-        except (ValueError, OSError, RuntimeError) as refused:
+        except RefusedError:
             self._leases.undo_begin(part)
-            raise RefusedError(Code.REFUSED, str(refused)) from None
-        part.busy = True
+            raise
         self._metrics.retrieves.labels("server").inc()
         return answer
 
@@ -189,31 +186,51 @@ class Lending:
         if session.transfer_side is TransferSide.WORKER:
             self._close_part(part, keep=True)
             return Stored(0, (), False, "worker", 0, 0)
-        answer: Future[Stored] = Future()
-
-        def ended(moved: Moved) -> None:
-            landed = moved.state is TransferState.LANDED
-            self._close_part(part, keep=landed)
-            if landed:
-                answer.set_result(Stored(0, (), False, moved.path, moved.num_bytes, moved.duration_ns))
-            else:
-                answer.set_exception(RefusedError(Code.FAILED, moved.reason))
-
-        assert session.mover is not None, "a rank whose bytes the server moves has a mover"
-        try:
-            self._moves[part] = session.mover.store(
+        mover = _mover(session)
+        return self._moved_by_server(
+            part,
+            lambda on_end: mover.store(
                 part.held.held.host_objects(part.chunks),
                 message.blocks,
                 message.num_tokens,
-                on_end=lambda moved: self._later(lambda: ended(moved)),
-                skip_tokens=message.skip_tokens,
-                null_block=None if message.null_block < 0 else message.null_block,
-                events=message.events or (),
-            )
+                on_end=on_end,
+                **_options(message),
+            ),
+            lambda moved: Stored(0, (), False, moved.path, moved.num_bytes, moved.duration_ns),
+        )
+
+    def _moved_by_server(
+        self,
+        part: Part[Loan],
+        begin: Callable[[Callable[[Moved], object]], Move],
+        answer: Callable[[Moved], _Answer],
+    ) -> Future[_Answer]:
+        """The server moves the part from now on; answered when nothing of it is in flight and the part has ended.
+
+        Args:
+            part: to be moved.
+            begin: begins, and calls what it is given at the end, on any thread.
+            answer: to a move that has landed.
+
+        Raises:
+            RefusedError: it did not begin; the part is as it was.
+        """
+        answered: Future[_Answer] = Future()
+
+        def ended(moved: Moved) -> None:
+            landed = moved.state is TransferState.LANDED
+            self._close_part(part, keep=landed or not part.is_writing)
+            if landed:
+                answered.set_result(answer(moved))
+            else:
+                answered.set_exception(RefusedError(Code.FAILED, moved.reason))
+
+        try:
+            self._moves[part] = begin(lambda moved: self._later(lambda: ended(moved)))
         except (ValueError, OSError, RuntimeError) as refused:
             raise RefusedError(Code.REFUSED, str(refused)) from None
         part.busy = True
-        return answer
+        return answered
 
     # ---- ends
 
@@ -294,6 +311,16 @@ class Lending:
     def _named(self, session: Session, lease: int, rank: int) -> tuple[Part[Loan], ...]:
         parts = self._leases.parts(lease, session.engine)
         return tuple(part for part in parts if rank in (EVERY_RANK, part.rank))
+
+
+def _mover(session: Session) -> Mover:
+    assert session.mover is not None, "a rank whose bytes the server moves has a mover"
+    return session.mover
+
+
+def _options(message: Retrieve | Store) -> dict[str, Any]:
+    null = None if message.null_block < 0 else message.null_block
+    return {"skip_tokens": message.skip_tokens, "null_block": null, "events": message.events or ()}
 
 
 def _place(rank: Session) -> Place:

@@ -19,7 +19,7 @@ from typing import Final
 import zmq
 
 from lamella.server.endpoint import SOCKET, ServerLock, ipc_endpoint, make_folder, reclaim_marks
-from lamella.server.frames import RefusedError, decode_request, encode, encode_refusal, number_of
+from lamella.server.frames import RefusedError, decode_request, encode, encode_refusal
 from lamella.server.handlers import Peer
 from lamella.server.mover import Movement
 from lamella.server.protocol import Message
@@ -181,29 +181,29 @@ class CacheServer:
             self._answer(socket, identity, frames)
 
     def _answer(self, socket: zmq.Socket[bytes], identity: bytes, frames: list[bytes]) -> None:
-        metrics = self.service.metrics
         began_ns = time.perf_counter_ns()
-        number = 0
         try:
-            number = number_of(frames)
             request = decode_request(frames)
+        except RefusedError as refused:
+            self._refuse(socket, identity, refused)
+            return
+        kind, number = request.kind, request.number
+        try:
             answer = self.service.handlers.answer(request, self._sockets[socket])
         except RefusedError as refused:
-            self._refuse(socket, identity, RefusedError(refused.code, str(refused), number or refused.number))
+            self._refuse(socket, identity, refused, number)
             return
         except Exception as error:
             _log.exception("a request could not be answered")
-            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}", number))
+            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}"), number)
             return
-        kind = request.kind
-        metrics.requests.labels(kind.name.lower()).inc()
         if isinstance(answer, Future):
             answer.add_done_callback(
                 lambda done: self._later(lambda: self._settle(socket, identity, number, kind, done))
             )
         else:
             self._send(socket, identity, encode(number, answer, kind))
-        metrics.seconds.labels(kind.name.lower()).observe((time.perf_counter_ns() - began_ns) / 1e9)
+        self.service.metrics.answered(kind, time.perf_counter_ns() - began_ns)  # while the answer is on its way
 
     def _settle(
         self, socket: zmq.Socket[bytes], identity: bytes, number: int, kind: int, done: Future[Message]
@@ -211,14 +211,17 @@ class CacheServer:
         try:
             self._send(socket, identity, encode(number, done.result(), kind))
         except RefusedError as refused:
-            self._refuse(socket, identity, RefusedError(refused.code, str(refused), number))
+            self._refuse(socket, identity, refused, number)
         except Exception as error:
             _log.exception("a request could not be answered")
-            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}", number))
+            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}"), number)
 
-    def _refuse(self, socket: zmq.Socket[bytes], identity: bytes, refused: RefusedError) -> None:
+    def _refuse(
+        self, socket: zmq.Socket[bytes], identity: bytes, refused: RefusedError, number: int | None = None
+    ) -> None:
+        """As `encode_refusal`."""
+        self._send(socket, identity, encode_refusal(refused, number))
         self.service.metrics.refusals.labels(refused.code.value).inc()
-        self._send(socket, identity, encode_refusal(refused))
 
     @staticmethod
     def _send(socket: zmq.Socket[bytes], identity: bytes, frame: bytes) -> None:

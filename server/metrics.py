@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from lamella.connector.storage.metrics import TierCounts, prometheus_text
 from lamella.server.leases import PartState
+from lamella.server.wire import Kind
 
 if TYPE_CHECKING:
     from lamella.server.places import Place
@@ -35,7 +36,7 @@ class ServerMetrics:
         def counter(name: str, text: str, *labels: str) -> Counter:
             return Counter(f"lamella_server_{name}", text, labels, registry=self.registry)
 
-        self.requests = counter("requests", "Requests that were answered.", "kind")
+        requests = counter("requests", "Requests that were answered.", "kind")
         self.refusals = counter("refusals", "Requests that were refused.", "code")
         self.asked_chunks = counter("asked_chunks", "Chunks that were looked up.")
         self.hit_chunks = counter("hit_chunks", "Chunks that were found on every rank.")
@@ -47,13 +48,22 @@ class ServerMetrics:
         self.expired_parts = counter("expired_parts", "Parts that were looked up and not retrieved in time.")
         self.reaped_sessions = counter("reaped_sessions", "Sessions whose process was found dead or silent.")
         self.reaped_parts = counter("reaped_parts", "Parts that ended with their process.")
-        self.seconds = Histogram(
+        seconds = Histogram(
             "lamella_server_request_seconds",
             "Time a request kept the server's thread.",
             ("kind",),
             registry=self.registry,
             buckets=_BUCKETS_S,
         )
+        self._answered = {
+            kind: (requests.labels(kind.name.lower()), seconds.labels(kind.name.lower())) for kind in Kind
+        }
+
+    def answered(self, kind: Kind, duration_ns: int) -> None:
+        """A request kept the server's thread for so long."""
+        requests, seconds = self._answered[kind]
+        requests.inc()
+        seconds.observe(duration_ns / 1e9)
 
     def show(self, held: Callable[[], Held]) -> None:
         """What is held is shown from now on; `held` is called by whoever reads the figures, on any thread."""

@@ -52,6 +52,10 @@ class Mover(Protocol):
         """Blocks are on their way into objects."""
         ...
 
+    def rouse(self) -> None:
+        """A retrieve that comes soon begins sooner."""
+        ...
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Moves were cancelled and have ended, and the rank's memory is unmapped."""
         ...

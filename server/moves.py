@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ from lamella.server.protocol import Abort, Message, Phase, Store
 
 _log = logging.getLogger(__name__)
 _MARGIN_NS: Final = 1_000_000_000
+_known_slices = lru_cache(maxsize=64)(plan_slices)  # the same few widths, once a load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,12 +206,12 @@ class Moves:
         width = self.layers_per_slice if order.layers_per_slice is None else order.layers_per_slice
         slot = self.pool.take() if width else None
         if slot is not None:
-            return Cut(plan_slices(self.num_layers, width), width, slot)
+            return Cut(_known_slices(self.num_layers, width), width, slot)
         if width:
             reason, first = self.pool.why_none()
             if first:
                 _log.warning("retrieves run chunk-major: %s", reason)
-        return Cut(plan_slices(self.num_layers, self.num_layers), 0, None)
+        return Cut(_known_slices(self.num_layers, self.num_layers), 0, None)
 
     def place(self, slot: ArrivalSlot | None) -> str | None:
         """A slot as it is sent."""

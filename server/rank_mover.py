@@ -158,6 +158,11 @@ class RankMover:
         pending = self._pending[order.number] = self.side.load(order)
         return pending
 
+    def rouse(self) -> None:
+        """A load that is ordered soon begins sooner; called while something else is waited for anyway."""
+        if self._worker_side is not None:
+            self._worker_side.rouse()
+
     def loads_ended(self, numbers: Iterable[int]) -> None:
         """Of these loads nothing is in flight; those that never began give back what they held."""
         for number in numbers:

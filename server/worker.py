@@ -162,7 +162,14 @@ class Worker:
             epoch = self.session.epoch
         except ServerLostError:
             return Locked(MISS, 0, 0, first_wanted)
-        found = self.session.lookup(keys, first_wanted=first_wanted, rank=EVERY_RANK, use_tiers=use_tiers, epoch=epoch)
+        found = self.session.lookup(
+            keys,
+            first_wanted=first_wanted,
+            rank=EVERY_RANK,
+            use_tiers=use_tiers,
+            epoch=epoch,
+            meanwhile=None if self.loads.num_open else self.mover.rouse,
+        )
         return Locked(found, epoch.server, before_ns + int(epoch.registered.lease_s * 1e9), first_wanted)
 
     def give_back(self, locked: Locked) -> None:

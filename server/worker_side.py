@@ -1,17 +1,19 @@
 """The transfer side `worker`: this process maps the server's slots, and its own engine moves the bytes.
 
 A copy begins as soon as it is ordered, under the lock that the lookup took; RETRIEVE, which makes the lock the
-transfer's own, is on its way meanwhile, and nothing counts as landed before its answer.
+transfer's own, follows at once, and nothing counts as landed before its answer.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
+from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival import AfterEvent, Fence
 from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
@@ -44,6 +46,8 @@ class WorkerSide:
         self._server = 0
         self._attached: _Attached | None = None
         self._left: set[_Attached] = set()  # of earlier servers, for transfers under way
+        self._no_blocks = tuple(() for _ in cache.layout.groups)
+        self._whole = (Slice(0, cache.layout.num_layers),)
 
     def attach(self, server: int, shared: SharedSlots) -> None:
         """The slots that this server lends are mapped; those of an earlier one go with their last transfer.
@@ -69,6 +73,17 @@ class WorkerSide:
         attached = self._attached
         return attached.ready_slots if attached is not None else 0
 
+    def rouse(self) -> None:
+        """The way of a load was walked once with nothing to move, so that the lane is awake and its code in the caches.
+
+        Between loads an engine computes, and by the next one both have gone cold: the first window of a load then began
+        0.2 to 0.3 ms later than it does behind another (CPU device, `tests/server_stages.py`).
+        """
+        with suppress(TransferStopped):  # the load itself will say so
+            self._engine.submit(
+                self._cache, Direction.RETRIEVE, HostObjects(()), self._no_blocks, 0, slices=self._whole
+            )
+
     def load(self, order: LeasedLoad) -> PendingLoad:
         """As `Side.load`."""
         return self._moves.pending(order, self._load)
@@ -90,11 +105,10 @@ class WorkerSide:
         def drained() -> None:
             ended()
             self._let_go(attached)
-            moves.line.ask(Release(moves.line.session, order.lease, moves.rank))
+            over.happened()
 
-        try:
-            objects = attached.objects(order.first_chunk, order.slots)
-            answer = moves.line.ask(
+        def ask() -> Future[Any]:
+            return moves.line.ask(
                 Retrieve(
                     moves.line.session,
                     order.lease,
@@ -109,13 +123,18 @@ class WorkerSide:
                     width,
                 )
             )
-            begun, watch = time.monotonic(), moves.watch()
+
+        over = _Both(lambda: moves.line.ask(Release(moves.line.session, order.lease, moves.rank)))
+        begun, watch = time.monotonic(), moves.watch()
+        answer: Future[Any] | None = None
+        try:
             if not is_safe_ahead(order):
+                answer = ask()
                 _await(answer, moves.line, moves.timeout_s)
             transfer = self._engine.submit(
                 self._cache,
                 Direction.RETRIEVE,
-                objects,
+                attached.objects(order.first_chunk, order.slots),
                 moves.tables(order.blocks),
                 order.num_tokens,
                 slices=slices,
@@ -129,7 +148,11 @@ class WorkerSide:
             )
         except BaseException:
             drained()
+            over.happened()
             raise
+        if answer is None:
+            answer = ask()
+        over.happened()
         return GrantedTransfer(
             transfer,
             answer,
@@ -202,6 +225,19 @@ class WorkerSide:
                 return
             self._left.remove(attached)
         attached.memory.close()
+
+
+class _Both:
+    """Calls `then` when two things have happened, on the thread of the later: RELEASE never overtakes its RETRIEVE."""
+
+    def __init__(self, then: Callable[[], object]) -> None:
+        self._then = then
+        self._is_last = [True, False]
+
+    def happened(self) -> None:
+        """One of them has; called twice."""
+        if self._is_last.pop():  # atomic, and taken from the end
+            self._then()
 
 
 class _Attached:
