@@ -45,6 +45,7 @@ def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder, gates = tmp_path_factory.mktemp("objects"), tmp_path_factory.mktemp("gates")
     folder.chmod(0o700)
     asked = {"model": str(tiny_llama), "extra": {**ONE_RANK, "file_tier": str(folder)}, "prompts": [prompt(500)]}
+    asked["options"] = {"enforce_eager": True}
     last_line([str(TESTS / "with_vllm" / "engine_process.py"), json.dumps(asked)], "ANSWERS ")
     assert any(folder.rglob("*")), "the one rank stored nothing"
     found: dict[str, Any] = last_line(

@@ -51,7 +51,12 @@ class TwoRanks:
             },
         )
         self.llm = make_llm(
-            model, None, kv_transfer_config=transfer, tensor_parallel_size=2, num_gpu_blocks_override=BLOCKS
+            model,
+            None,
+            kv_transfer_config=transfer,
+            tensor_parallel_size=2,
+            num_gpu_blocks_override=BLOCKS,
+            enforce_eager=True,
         )
         core = self.llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
