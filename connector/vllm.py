@@ -148,7 +148,9 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         worker = self.worker
         if worker is None:
             return False
-        return worker.is_capturing or (worker.needs_hooks and self._connector_metadata is not None)
+        if worker.needs_hooks:
+            return self._connector_metadata is not None
+        return worker.captured is not None and worker.captured.is_capturing()
 
     def handle_preemptions(self, kv_connector_metadata: LamellaOrders) -> None:
         """Blocks that this step writes are not read by a store any more."""

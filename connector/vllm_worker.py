@@ -125,10 +125,11 @@ class WorkerSide:
         """What moves the bytes, and knows where the objects are."""
         self._several_groups = len(facts.groups) > 1
         self._layerwise = choice.layerwise
-        self._captured: CapturedWaits | None = None
+        self.captured: CapturedWaits | None = None
+        """Waits inside captured graphs, where they are asked for."""
         if facts.full_graphs and settings.waits_in_forward:
             assert self.mover.engine is not None, "the settings refuse graph_waits with a server"
-            self._captured = CapturedWaits(
+            self.captured = CapturedWaits(
                 self.mover.engine,
                 layout.num_layers,
                 self._stream,
@@ -149,7 +150,7 @@ class WorkerSide:
             self._several_groups,
             self.mover.executor,
             on_landed=None if self._observations is None else self._observations.load_landed,
-            captured=self._captured,
+            captured=self.captured,
         )
         self.stores = self.mover.stores(self.slices, settings.use_layerwise and choice.layerwise, self.metrics)
         self._orders = StepOrders()
@@ -160,7 +161,8 @@ class WorkerSide:
         self._told_slots = 0
         self.needs_hooks = False
         """Whether the layers of the step under way must be told of: to wait for loads, or to let stores leave."""
-        self._idle = False  # nothing is in flight, and the step under way brings nothing
+        self._idle = False  # nothing is in flight or to be told, and the step under way brings nothing
+        self._has_news = False
 
     def _make_memory(self, object_bytes: int) -> SlotMemory:
         shape = SlotShape(object_bytes, 1)
@@ -218,15 +220,10 @@ class WorkerSide:
         if orders.stores or orders.fetches:
             self.stores.begin_step(orders.stores, orders.fetches)
         self.loads.begin_step(orders)
-        self._idle = self.loads.is_quiet and not (orders.stores or self.stores.num_open)
+        self._idle = self.loads.is_quiet and not (orders.stores or self.stores.num_open or self._has_news)
         self.needs_hooks = not self._idle and (bool(self.loads.gated) or self.stores.wait_for_layers)
         if self._observations is not None:
             self._observations.step_begins(orders, waits=bool(self.loads.gated))
-
-    @property
-    def is_capturing(self) -> bool:
-        """Whether hooks are to be called although no step runs: such a graph is being captured."""
-        return self._captured is not None and self._captured.is_capturing()
 
     def before_forward(self, *, replays: bool = False) -> None:
         """Where no layer will wait, the step's own loads have landed.
@@ -246,8 +243,8 @@ class WorkerSide:
         layer = self.caches.layers.get(name)
         if layer is None:
             return
-        if self._captured is not None and self._captured.is_capturing():
-            self._captured.capture(layer)
+        if self.captured is not None and self.captured.is_capturing():
+            self.captured.capture(layer)
         elif self.loads.gated:
             self.loads.wait_layer(layer)
 
@@ -278,19 +275,24 @@ class WorkerSide:
 
     def report(self) -> StepReport | None:
         """What has ended since the last report; None if nothing has and nobody asked."""
-        report, ready_slots = self._report, self.ready_slots
+        report, ready_slots = self._report, self.mover.ready_slots
+        nobody_asked = ready_slots == self._told_slots and not self._orders.wants_report
+        if self._idle and nobody_asked and self._observations is None:
+            return None
         if self._observations is not None:
             report.observed = self._observations.take()
-        if report.is_empty and not self._orders.wants_report and ready_slots == self._told_slots:
+        if report.is_empty and nobody_asked:
+            self._has_news = False
             return None
         report.ready_slots = self._told_slots = ready_slots
-        self._report = StepReport()
+        self._report, self._has_news = StepReport(), False
         return report
 
     def _take_in(self) -> None:
         self.mover.look()
         if self._idle:
             return
+        self._has_news = True
         if not self.loads.is_quiet:
             polled = self.loads.poll()
             self.mover.loads_ended(polled.ended)

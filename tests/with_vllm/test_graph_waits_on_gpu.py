@@ -144,14 +144,14 @@ def test_a_full_graph_replayed_over_a_landing_load_reads_no_layer_early(full: Li
 
 def test_control_without_the_gate_the_graph_reads_what_has_not_landed(full: LiveEngine) -> None:
     computed = full.stored(P)
-    with instead(full.worker._captured, "gate", lambda transfer, stream: True):
+    with instead(full.worker.captured, "gate", lambda transfer, stream: True):
         first, _sharer = loaded_and_shared(full)
     assert not first.same(computed)
 
 
 def test_a_replay_that_was_not_gated_fails_its_loads_and_releases_are_whole_from_then_on(full: LiveEngine) -> None:
     computed = full.stored(P)
-    with instead(full.worker._captured, "may_replay", lambda orders: False):
+    with instead(full.worker.captured, "may_replay", lambda orders: False):
         first, sharer = loaded_and_shared(full)
     assert first.reason == "error"
     assert sharer.reason == "error" or sharer.same(computed)  # it shared the blocks, or loaded them anew
@@ -170,7 +170,7 @@ def test_a_copy_that_fails_behind_a_replay_is_reported_in_that_step(full: LiveEn
 def test_a_graph_that_waits_for_a_write_that_does_not_come_is_let_go_within_the_bound(full: LiveEngine) -> None:
     """Behind the gate the copy engine gets stuck for five seconds; the watchdog frees the graph after one."""
     full.stored(P)
-    worker, captured, slow = full.worker, full.worker._captured, torch.cuda.Stream()
+    worker, captured, slow = full.worker, full.worker.captured, torch.cuda.Stream()
     gate, stuck = captured.gate, []
 
     def gate_and_get_stuck(transfer: Any, stream: int) -> bool:

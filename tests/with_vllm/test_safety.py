@@ -162,7 +162,7 @@ def test_hooks_are_called_while_a_graph_is_captured_and_their_waits_go_in(
     capturing = [False]
     pending = SimpleNamespace(wait_pending=lambda layer, stream: words.append(layer))
     captured = CapturedWaits(pending, 4, lambda: 0, lambda: capturing[0], False, engine.worker.metrics)
-    monkeypatch.setattr(engine.worker, "_captured", captured)
+    monkeypatch.setattr(engine.worker, "captured", captured)
     assert not engine.connector.has_connector_metadata()  # between steps; a warm-up calls no hook
     capturing[0] = True
     assert engine.connector.has_connector_metadata()
