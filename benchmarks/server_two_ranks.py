@@ -110,18 +110,23 @@ class Rank:
             cache = engine.register_cache(self._shape.layout, self.memory.engines)
             request = self.memory.request
             engine.retrieve(cache, self.memory.objects, request.block_ids, request.num_tokens).wait(TIMEOUT_S)
-        numbers = set(self.worker.store("two", self.keys, (self.memory.block_ids,)))
-        if not numbers:
-            raise RuntimeError(f"the server has no room for rank {self.number}'s half")
-        self.worker.begin_step(num_tokens=1)
-        self.worker.step_computed()
-        until, readable = time.monotonic() + TIMEOUT_S, dict[int, bool]()
-        while not numbers <= set(readable):
-            readable.update(self.worker.poll().readable)
+        stored, until = 0, time.monotonic() + TIMEOUT_S
+        while stored < len(self.keys):  # the server's memory becomes ready piece by piece
+            orders = self.worker.allocate("two", self.keys, (self.memory.block_ids,), 0, self.number)
+            for order in orders:
+                self.worker.begin_store(order)
+            self.worker.begin_step(num_tokens=1)
+            self.worker.step_computed()
+            readable = dict[int, bool]()
+            while not {order.number for order in orders} <= set(readable):
+                readable.update(self.worker.poll().readable)
+                if time.monotonic() > until:
+                    raise RuntimeError(f"rank {self.number}: stores are not readable after {TIMEOUT_S:g} s")
+            stored += sum(len(order.slots) for order in orders if readable[order.number])
+            if not orders:
+                time.sleep(0.05)
             if time.monotonic() > until:
-                raise RuntimeError(f"rank {self.number}: stores are not readable after {TIMEOUT_S:g} s")
-        if not all(readable.values()):
-            raise RuntimeError(f"the server did not keep rank {self.number}'s half: {readable}")
+                raise RuntimeError(f"the server had room for {stored} of {len(self.keys)} chunks of rank {self.number}")
 
     def lookup(self) -> Locked:
         """The whole prompt, locked on both ranks.
