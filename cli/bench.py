@@ -17,6 +17,13 @@ from lamella.cli._sizes import parse_measured_bytes
 _LOADS = {"idle": "idle", "here": "products here", "elsewhere": "products elsewhere"}
 
 
+def _loads(named: str) -> tuple[str, ...]:
+    unknown = set(named.split(",")) - set(_LOADS)
+    if unknown:
+        raise ValueError(f"beside names {', '.join(_LOADS)}, got {', '.join(sorted(unknown))}")
+    return tuple(_LOADS[load] for load in named.split(","))
+
+
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     bench = typer.Typer(
@@ -50,14 +57,12 @@ def register(app: typer.Typer) -> None:
         with refuse_bad_input():
             if json_path is not None:
                 check_writable(json_path)
-            unknown = set(beside.split(",")) - set(_LOADS)
-            if unknown:
-                raise ValueError(f"beside names {', '.join(_LOADS)}, got {', '.join(sorted(unknown))}")
+            loads = _loads(beside)
             rates = EngineRates.from_profile(load_profile(profile))
             defaults = BenchScope()
             scope = BenchScope(
                 num_bytes=parse_measured_bytes(size, copies=4),
-                loads=tuple(_LOADS[load] for load in beside.split(",")),
+                loads=loads,
                 small=defaults.small if short_runs else (),
                 host_objects=defaults.host_objects if host_cost else (),
                 num_layers=layers,
@@ -81,7 +86,7 @@ def register(app: typer.Typer) -> None:
         side: Annotated[str, typer.Option(help="Whose process moves the bytes: worker or server.")] = "worker",
         form: Annotated[str, typer.Option(help="Of the objects: token or block.")] = "token",
         widths: Annotated[str, typer.Option(help="Layers per slice, 0 for chunk-major.")] = "1,8,32,0",
-        beside: Annotated[str, typer.Option(help="Loads, of idle and elsewhere.")] = "idle,elsewhere",
+        beside: Annotated[str, typer.Option(help="Loads, of idle, here and elsewhere.")] = "idle,here",
         rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix products beside.")] = 1024,
         repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind that count.")] = 9,
         layers: Annotated[int | None, typer.Option(min=1, help="Layers of the shape, for a quick look.")] = None,
@@ -104,9 +109,7 @@ def register(app: typer.Typer) -> None:
         with refuse_bad_input():
             if json_path is not None:
                 check_writable(json_path)
-            unknown = set(beside.split(",")) - {"idle", "elsewhere"}
-            if unknown:
-                raise ValueError(f"beside names idle and elsewhere, got {', '.join(sorted(unknown))}")
+            loads = _loads(beside)
             shapes = {"token": MAIN_SHAPES[0], "block": BLOCK_SHAPE}
             if form not in shapes:
                 raise ValueError(f"form is token or block, got {form!r}")
@@ -116,7 +119,7 @@ def register(app: typer.Typer) -> None:
             settings = ServerBenchSettings(
                 transfer_side=TransferSide(side),
                 widths=tuple(int(width) for width in widths.split(",")),
-                loads=tuple(_LOADS[load] for load in beside.split(",")),
+                loads=loads,
                 repeats=repeats,
                 rows=rows,
             )

@@ -13,13 +13,13 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
 from lamella.cuda_ext.bench_cases import BenchMemory, BenchShape
-from lamella.cuda_ext.beside import OtherProcess, torch_reason
+from lamella.cuda_ext.beside import OtherProcess, ThisProcess, torch_reason
 from lamella.cuda_ext.device import Device, ProbeMethod, RawCopy
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.shared_memory import HostMemory
@@ -33,7 +33,7 @@ from lamella.server.rank import RankCaches, RankOfEngine
 from lamella.server.worker import Worker
 
 TIMEOUT_S: Final = 60.0
-IDLE, ELSEWHERE = "idle", "products elsewhere"
+IDLE, HERE, ELSEWHERE = "idle", "products here", "products elsewhere"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,8 @@ class ServerBenchSettings:
     Args:
         transfer_side: whose process moves the bytes.
         widths: layers per slice; 0: chunk-major.
-        loads: of `IDLE` and `ELSEWHERE`.
+        loads: of `IDLE`, `HERE` (products of the worker's own process, where an inference engine's are) and
+            `ELSEWHERE` (of a third process).
         repeats: runs of each kind that count.
         warm_up: runs before them that do not.
         rows: tokens of the products beside.
@@ -52,7 +53,7 @@ class ServerBenchSettings:
 
     transfer_side: TransferSide = TransferSide.WORKER
     widths: tuple[int, ...] = (1, 8, 32, 0)
-    loads: tuple[str, ...] = (IDLE, ELSEWHERE)
+    loads: tuple[str, ...] = (IDLE, HERE, ELSEWHERE)
     repeats: int = 9
     warm_up: int = 2
     rows: int = 1024
@@ -131,24 +132,30 @@ class ServerBench:
         progress("store")
         self.prepare()
         self.time_store()
-        loads = list(self.settings.loads)
-        if ELSEWHERE in loads and (reason := torch_reason(self._device.name)):
-            self.report.skipped.append(f"{ELSEWHERE}: {reason}")
-            loads.remove(ELSEWHERE)
-        with contextlib.ExitStack() as stack:
-            other = None
-            if ELSEWHERE in loads:
-                other = stack.enter_context(OtherProcess(self._device.name, self.settings.rows))
-            for load in loads:
-                beside = other.multiplying() if load == ELSEWHERE and other is not None else contextlib.nullcontext()
-                with beside:
-                    for width in self.settings.widths:
-                        progress(f"retrieve, {load}, width {width}")
-                        self.report.retrieves.append(self._row(load, width))
+        for load in self.settings.loads:
+            reason = torch_reason(self._device.name) if load != IDLE else None
+            if reason:
+                self.report.skipped.append(f"{load}: {reason}")
+                continue
+            with contextlib.ExitStack() as stack:
+                beside = self._beside(load, stack)
+                for width in self.settings.widths:
+                    progress(f"retrieve, {load}, width {width}")
+                    with beside.multiplying() if beside is not None else contextlib.nullcontext():
+                        row = self._row(load, width)
+                    ran = beside.ran[-1] if isinstance(beside, ThisProcess) else None
+                    self.report.retrieves.append(replace(row, beside=ran))
         progress("lookups")
         self._time_lookups(self._keys[:32], self.worker)
         self._time_many_lookups()
         return self.report
+
+    def _beside(self, load: str, stack: contextlib.ExitStack) -> ThisProcess | OtherProcess | None:
+        if load == HERE:
+            return ThisProcess(self._device.name, self.settings.rows)
+        if load == ELSEWHERE:
+            return stack.enter_context(OtherProcess(self._device.name, self.settings.rows))
+        return None
 
     # ---- store
 

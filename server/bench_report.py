@@ -6,6 +6,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lamella.cuda_ext.beside import Ran
+
 
 class Sample(NamedTuple):
     """One retrieve and the raw copy before it, in nanoseconds."""
@@ -27,12 +29,14 @@ class RetrieveRow:
         width: layers per slice; 0: chunk-major.
         samples: one a repeat.
         copy_method: that the worker's engine chose; "" where the server moved.
+        beside: the products of the worker's own process, where there were any.
     """
 
     load: str
     width: int
     samples: tuple[Sample, ...]
     copy_method: str
+    beside: Ran | None = None
 
     def median(self, name: str) -> float:
         """Of one of the samples' fields."""
@@ -49,6 +53,7 @@ class RetrieveRow:
         return (
             f"{self.load:<19} width {self.width or 'off':>3}  last layer {middle['last_layer_ns']:7.2f} ms = "
             f"{self.ratio:5.3f} x raw ({middle['raw_ns']:.2f} ms)  released after {middle['released_ns']:6.3f} ms"
+            + (f"  {self.beside.products} products, {self.beside.gaps} gaps" if self.beside is not None else "")
         )
 
 
@@ -88,6 +93,7 @@ class ServerBenchReport:
                     "width": row.width,
                     "copy_method": row.copy_method,
                     "ratio": row.ratio,
+                    "beside": row.beside._asdict() if row.beside is not None else None,
                     "samples": [sample._asdict() for sample in row.samples],
                 }
                 for row in self.retrieves

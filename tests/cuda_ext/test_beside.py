@@ -1,12 +1,13 @@
-"""The process that a transfer runs beside: it multiplies only while told to, and its end is noticed."""
+"""What a transfer runs beside, here and in another process: it multiplies only while told to; its end is noticed."""
 
+import threading
 import time
 from pathlib import Path
 
 import pytest
 
 from lamella.cuda_ext import beside
-from lamella.cuda_ext.beside import OtherProcess, Products, torch_reason
+from lamella.cuda_ext.beside import OtherProcess, Products, ThisProcess, torch_reason
 
 pytestmark = pytest.mark.skipif(torch_reason("cpu") is not None, reason=str(torch_reason("cpu")))
 
@@ -38,6 +39,40 @@ def test_its_death_is_an_error_and_not_a_quiet_machine() -> None:
         other._child.wait()
         with pytest.raises(RuntimeError, match="process beside"), other.multiplying():
             pass
+
+
+def _threads() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
+
+
+def test_products_of_this_process_run_beside_its_other_work_and_end_with_the_block() -> None:
+    here = ThisProcess("cpu", 16)
+    turns = 0
+    with here.multiplying():
+        assert "lamella-products" in _threads()
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            turns += 1
+            time.sleep(0)  # gives the interpreter's lock away, and gets it back at once
+    assert "lamella-products" not in _threads()
+    (ran,) = here.ran
+    assert ran.products >= 8
+    assert ran.duration_ns >= 0.2e9
+    assert turns > 300, "the products keep the interpreter's lock"  # 50 to 60 where each keeps it
+
+
+def test_products_of_this_process_that_fail_are_an_error_and_not_a_quiet_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    here = ThisProcess("cpu", 16)
+
+    def fail(self: Products, count: int) -> Products:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(Products, "enqueue", fail)
+    with pytest.raises(RuntimeError, match="ended early: out of memory"), here.multiplying():
+        pass
+    assert here.ran == []
 
 
 def test_products_that_fill_a_time_take_that_time() -> None:

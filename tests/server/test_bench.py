@@ -15,8 +15,9 @@ from typer.testing import CliRunner
 from lamella.cli.main import build_app
 from lamella.cuda_ext._library import LibraryMissingError
 from lamella.cuda_ext.bench_cases import MAIN_SHAPES
+from lamella.cuda_ext.beside import torch_reason
 from lamella.cuda_ext.device import Device
-from lamella.server.bench import IDLE, ServerBench, ServerBenchSettings
+from lamella.server.bench import HERE, IDLE, ServerBench, ServerBenchSettings
 from lamella.server.connection import ServerLostError
 from rank_driver import ServerProcess, serving
 
@@ -38,7 +39,7 @@ def _bench(server: ServerProcess, **settings: Any) -> ServerBench:
     end = time.monotonic() + 20
     while True:
         try:
-            measured = ServerBenchSettings(loads=(IDLE,), repeats=2, warm_up=1, lookups=5, **settings)
+            measured = ServerBenchSettings(**{"loads": (IDLE,), "repeats": 2, "warm_up": 1, "lookups": 5} | settings)
             return ServerBench(server.folder, DEVICE, SHAPE, 16 << 20, measured)
         except (ServerLostError, FileNotFoundError):
             if time.monotonic() > end:
@@ -64,6 +65,25 @@ def test_every_figure_is_measured_and_the_report_says_which_side_moved(server: S
     assert set(report.lookups_ns) == {4, 512}
     assert report.skipped == []
     assert json.loads(json.dumps(report.as_mapping()))["retrieves"][0]["ratio"] > 0
+
+
+@pytest.mark.skipif(torch_reason("cpu") is not None, reason=str(torch_reason("cpu")))
+def test_a_worker_is_measured_beside_products_of_its_own_process(server: ServerProcess) -> None:
+    with _bench(server, widths=(1,), loads=(IDLE, HERE)) as bench:
+        report = bench.run()
+    idle, here = report.retrieves
+    assert (idle.load, idle.beside) == (IDLE, None)
+    assert here.load == HERE
+    assert here.beside is not None
+    assert here.beside.products > 0
+    assert f"{here.beside.products} products" in here.line()
+    assert json.loads(json.dumps(report.as_mapping()))["retrieves"][1]["beside"]["products"] == here.beside.products
+
+
+def test_a_load_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path) -> None:
+    found = CliRunner().invoke(build_app(), ["bench", "server", "--beside", "idle,there", "--device", "cpu"])
+    assert found.exit_code == 2
+    assert "idle, here, elsewhere, got there" in found.output
 
 
 def test_a_wrong_byte_on_the_server_is_found(server: ServerProcess) -> None:
