@@ -27,7 +27,11 @@ def validate(
     ] = Path("benchmarks/results/validation-split.json"),
     profile: ProfileOption = DEFAULT_PROFILE,
     overheads: Annotated[
-        Path | None, typer.Option(help="Overheads as JSON, ns by name. Left out: fitted on the calibrated cells.")
+        str | None,
+        typer.Option(help="Overheads: a shipped set's name, or a .json file. Left out: measured in calibrated cells."),
+    ] = None,
+    overheads_out: Annotated[
+        Path | None, typer.Option(help="Write the overheads there, for --overheads here and in sweep and simulate.")
     ] = None,
     inputs_wait: Annotated[
         str,
@@ -40,11 +44,10 @@ def validate(
 ) -> None:
     """Replays recorded runs in the model: error by cell and percentile, the side of zero, the regret of its advice.
 
-    An error stands beside the spread of the recording's own repeats. Overheads of the host are fitted on one list of
+    An error stands beside the spread of the recording's own repeats. Overheads of the host are measured in one list of
     cells; what counts are the cells of the other.
     """
-    from lamella.reference.records import read_record
-    from lamella.sim.overheads import Overheads
+    from lamella.sim.overheads import open_overheads
     from lamella.sim.recorded import read_recorded
     from lamella.sim.recorded_arms import InputsWait
     from lamella.sim.validate import Split
@@ -65,17 +68,15 @@ def validate(
             cells = Split.parse(_text(split))
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
-        given = None
-        if overheads is not None:
-            try:
-                given = read_record(Overheads, json.loads(_text(overheads)), str(overheads))
-            except (TypeError, RecursionError) as mistake:
-                raise ValueError(str(mistake)) from mistake
-        if json_path is not None:
-            check_writable(json_path)
+        given = None if overheads is None else open_overheads(overheads)
+        for path in (json_path, overheads_out):
+            if path is not None:
+                check_writable(path)
         found = validate_run(run, device, cells, given, InputsWait(inputs_wait))
     if json_path is not None:
         json_path.write_text(json.dumps(found.document(), indent=1) + "\n", encoding="utf-8")
+    if overheads_out is not None:
+        overheads_out.write_text(json.dumps(found.overheads.document(), indent=1) + "\n", encoding="utf-8")
     for line in found.lines():
         typer.echo(line)
 

@@ -26,7 +26,8 @@ REC-1   A recorded request's instants never go back: arrival, admission, submiss
 REC-2   Its slices hold every layer once and in order, and none lands before submission.
 REC-3   Recorded steps do not overlap; a stall lies inside its step, and who caused it is in the recording or
         said to be left out.
-REC-4   A request is in the step with which it starts, and in the one that gives its first token.
+REC-4   A request is in the step with which it starts, and in the one that gives its first token, seen no earlier
+        than that step ends.
 REC-5   What occupies a station belongs to a request of the recording.
 SAFE-2  What a former owner of a slot or an id still records releases nothing of the present one.
 AUTO-1  The chosen arm's cost is the least of all arms the engine can do; in a tie the order of `Arm` holds.

@@ -106,7 +106,7 @@ class RequestSpan(NamedTuple):
         released_ns: when it might be scheduled.
         first_started_ns: when the first layer of its first step could begin.
         started_ns: the same, of the last start, where a preemption or a failed load threw work away.
-        first_token_ns: when its prefill ended.
+        first_token_ns: when its first token was there: its prefill had ended, and the engine had handed it out.
         end_ns: when its last token was there.
         landings: its load, in layer order; empty without one.
     """
@@ -260,7 +260,7 @@ def _check_membership(steps: Sequence[StepSpan], requests: Mapping[int, RequestS
     for number, one in requests.items():
         own = [step for step in mine.get(number, []) if step.start_ns < one.first_token_ns]
         starts = {step.start_ns for step in own}
-        if not {one.first_started_ns, one.started_ns} <= starts or own[-1].end_ns != one.first_token_ns:
+        if not {one.first_started_ns, one.started_ns} <= starts or own[-1].end_ns > one.first_token_ns:
             raise ValueError(
                 f"REC-4: request {number} starts at {one.started_ns} ns and has its first token at "
                 f"{one.first_token_ns}; it is in steps that start at {sorted(starts)}"

@@ -57,6 +57,16 @@ class PrefillTable:
         if any(time < 1 for row in self.step_ns for time in row):
             raise ValueError(f"every step_ns must be at least 1, got {min(map(min, self.step_ns))}")
 
+    def with_row(self, new: int, factor: float) -> PrefillTable:
+        """The table with a node at that many new tokens, whose times are `factor` of what the table says now.
+
+        Raises:
+            ValueError: fewer new tokens than 1, or a factor that makes a time 0.
+        """
+        row = tuple(round(factor * self.alone_ns(cached, new)) for cached in self.cached_tokens)
+        rows = {**dict(zip(self.new_tokens, self.step_ns, strict=True)), new: row}
+        return PrefillTable(self.cached_tokens, tuple(sorted(rows)), tuple(rows[tokens] for tokens in sorted(rows)))
+
     def covers(self, cached: int, new: int) -> bool:
         """Whether the point is inside the measured nodes."""
         return 0 <= cached <= self.cached_tokens[-1] and 1 <= new <= self.new_tokens[-1]

@@ -12,8 +12,10 @@ from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
 from lamella.reference.release import StallPrice, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
+from lamella.sim.ahead import AheadEngine
 from lamella.sim.engine import Engine
 from lamella.sim.requests import Job
+from lamella.sim.steps import RunningStep
 
 
 class AutoEngine(Engine):
@@ -78,7 +80,7 @@ class AutoEngine(Engine):
         self._ledger.ended(job.sequence, self._clock.now_ns)  # one that was preempted loads again
         self._ledger.began(job.sequence, self._clock.now_ns, decision.load_ns, decision.prefill_ns)
         if decision.arm is Arm.SYNC:
-            self._due.append(job)
+            self._join(job)
 
     def _view(self, job: Job, tokens: int) -> AutoView:
         now, scheduler = self._clock.now_ns, self._scheduler
@@ -89,6 +91,7 @@ class AutoEngine(Engine):
             cached_tokens=job.request.cached_tokens,
             new_tokens=job.request.new_tokens,
             link_wait_ns=self._ledger.link_wait_ns(now),
+            engine_wait_ns=self._engine_wait_ns(),
             queued_ns=sum(
                 self._policy.prefill_ns(cached, new, self.correction)[1]
                 for cached, new in (*ready, *scheduler.unfinished())
@@ -155,10 +158,17 @@ class AutoEngine(Engine):
             self._ledger.joined(job.sequence)
         super()._begin_step(taken)
 
-    def _end_step(self) -> None:
-        step = self._step
-        if self._learns and step is not None and step.taken and not step.loads:
+    def _step_took(self, step: RunningStep, took_ns: int) -> None:
+        if self._learns and step.taken and not step.loads:
             prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in step.taken]
-            expected_ns = self._policy.step_ns(prefills, step.decode_batch, self._scheduler.context_tokens)
-            self.correction = self.correction.after_steps(expected_ns, self._clock.now_ns - step.start_ns)
-        super()._end_step()
+            expected_ns = self._policy.step_ns(prefills, step.decode_batch, step.context_tokens)
+            self.correction = self.correction.after_steps(expected_ns, took_ns)
+
+
+class AutoAheadEngine(AutoEngine, AheadEngine):
+    """The same in an engine that schedules ahead."""
+
+    def _forecast_layers_ns(self, job: Job, tokens: int) -> tuple[int, ...]:
+        compute_ns, _ = self._policy.prefill_ns(job.request.cached_tokens, tokens, self.correction)
+        num_layers = self._policy.num_layers
+        return (compute_ns // num_layers,) * num_layers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -11,9 +12,30 @@ from typing import Final, NamedTuple
 from lamella.sim.overheads import Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRun
 from lamella.sim.recorded_arms import InputsWait, Modelled, model_of, predict, ttft_ns
+from lamella.sim.records import RequestRecord
 from lamella.sim.strategies import Device
 
 PERCENTILES: Final = (50, 90, 99)
+
+
+DRAWS: Final = 16
+"""Runs of the world per prediction, each with another draw of the thread's times."""
+
+
+class Parts(NamedTuple):
+    """Mean instants of requests that loaded something, in ns from the engine's queue.
+
+    Attributes:
+        begun_ns: the load was begun.
+        released_ns: a look found that the request may run.
+        landed_ns: all of it had landed.
+        stepped_ns: the pass began that gave its first token; of a prompt computed in one step.
+    """
+
+    begun_ns: float
+    released_ns: float
+    landed_ns: float
+    stepped_ns: float
 
 
 class Measured(NamedTuple):
@@ -24,6 +46,7 @@ class Measured(NamedTuple):
     tpot_ns: float
     percentiles_ns: tuple[int, ...]
     repeats: int
+    parts: Parts | None = None
 
 
 class Predicted(NamedTuple):
@@ -32,6 +55,7 @@ class Predicted(NamedTuple):
     ttft_ns: float
     tpot_ns: float
     percentiles_ns: tuple[int, ...]
+    parts: Parts | None = None
 
 
 class ArmCheck(NamedTuple):
@@ -73,7 +97,32 @@ class RecordedArm:
         every = [one.ttft_ns for repeat in self.repeats for one in repeat.counted]
         error = statistics.stdev(means) / math.sqrt(len(means)) if len(means) > 1 else math.inf
         tpot = statistics.fmean(one.tpot_ns for repeat in self.repeats for one in repeat.counted)
-        return Measured(statistics.fmean(means), error, tpot, percentiles(every), len(means))
+        parts = _mean_parts(found for repeat in self.repeats for found in _recorded_parts(repeat))
+        return Measured(statistics.fmean(means), error, tpot, percentiles(every), len(means), parts)
+
+
+def _recorded_parts(repeat: RecordedRepeat) -> Iterable[Parts]:
+    ends = [step.end_ns for step in repeat.steps]
+    for one in repeat.counted:
+        if one.released_ns is None or one.ordered_ns is None:
+            continue
+        last = bisect_right(ends, one.at_ns + one.token_ns[0]) - 1  # launched before the token was handed out
+        gave = next((step for step in repeat.steps[max(0, last - 1) : last + 1] if step.tokens > step.decoding), None)
+        if gave is not None:
+            instants = (one.ordered_ns, one.released_ns, one.landed_ns[-1], gave.begin_ns - one.at_ns)
+            yield Parts(*(instant - one.queued_ns for instant in instants))
+
+
+def _predicted_parts(records: Iterable[RequestRecord]) -> Iterable[Parts]:
+    for one in records:
+        if one.load_bytes and one.released_ns > one.submitted_ns:
+            instants = (one.submitted_ns, one.ready_ns, one.all_landed_ns, one.began_ns)
+            yield Parts(*(instant - one.admitted_ns for instant in instants))
+
+
+def _mean_parts(found: Iterable[Parts]) -> Parts | None:
+    columns = list(zip(*found, strict=True))
+    return Parts(*map(statistics.fmean, columns)) if columns else None
 
 
 def percentiles(values: Sequence[int]) -> tuple[int, ...]:
@@ -112,17 +161,23 @@ def group_arms(
 
 
 def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Overheads) -> ArmCheck:
-    """The arm's recording beside the world's prediction for its first repeat: all repeats ask the same.
+    """The arm's recording beside the world's prediction, over its repeats and draws of the thread's times.
 
     Raises:
         ValueError: the profile does not cover the cell.
     """
     first = arm.repeats[0]
+    draws = DRAWS if overheads.scatter_permille or overheads.drift_permille else 1
     try:
-        records = predict(first, arm.model, run, device, overheads)
+        records = [
+            record
+            for draw in range(draws)
+            for record in predict(arm.repeats[draw % len(arm.repeats)], arm.model, run, device, overheads, draw)
+        ]
     except ValueError as error:
         raise ValueError(f"{first.cell.name}, {first.arm}: {error}, or take the cell out of the split") from error
-    times = [ttft_ns(record, overheads) for record in records]
+    times = [ttft_ns(record) for record in records]
     tpot = statistics.fmean(record.tpot_ns for record in records)
-    predicted = Predicted(statistics.fmean(times), tpot, percentiles(times))
+    parts = _mean_parts(_predicted_parts(records))
+    predicted = Predicted(statistics.fmean(times), tpot, percentiles(times), parts)
     return ArmCheck(first.cell.name, first.arm, arm.measured, predicted)

@@ -21,8 +21,9 @@ from lamella.reference.timeline import NOTHING_TO_LOAD
 from lamella.sim.clock import Phase
 from lamella.sim.records import Ending
 from lamella.sim.requests import Job
-from lamella.sim.settings import ARRIVAL_LAG_POLLS, LOAD_LAG_POLLS, OnLoadFailure, SubmitAt
+from lamella.sim.settings import OnLoadFailure, SubmitAt
 from lamella.sim.step_runner import StepRunner
+from lamella.sim.steps import RunningStep
 
 
 class Engine(StepRunner):
@@ -51,7 +52,7 @@ class Engine(StepRunner):
             self._look_after_submission()
 
     def _look_after_submission(self) -> None:
-        if self._stretch is None or self._release.weighs_steps or self._copies_ahead() or self._due:
+        if self._stretch is None or self._release.weighs_steps or self._due:
             self._look_soon()
         else:
             self._arm_timer(0)
@@ -65,6 +66,17 @@ class Engine(StepRunner):
         if timeout is not None:
             transfer = job.transfer
             self._clock.at(now + timeout, Phase.HAPPEN, lambda: self._time_out(job, transfer))
+
+    def _join(self, job: Job) -> None:
+        """The job, whose load is on its way, joins the next step; its layers are waited for there."""
+        self._due.append(job)
+
+    def _step_took(self, step: RunningStep, took_ns: int) -> None:
+        pass  # only an engine that learns from it keeps it
+
+    def _engine_wait_ns(self) -> int:
+        """How long the steps under way still compute, in an engine that schedules the next one meanwhile."""
+        return 0
 
     def _submit_waiting(self) -> None:
         """What waits to be submitted is, as far as there are blocks; each submission keeps the engine's thread busy."""
@@ -193,29 +205,22 @@ class Engine(StepRunner):
             self._poll_at(self._occupied_ns, away_ns)
             return
         self._looked_ns = None
-        busy, self._step_ended = self._step_ended and self._settings.steps_ahead, False
+        self._step_ended = False
         now = self._clock.now_ns
         self._delay_ns = self._settings.start_delay_ns
-        self._ahead_ns = now - self._before_ns if busy else 0
-        self._prompt_delay_ns = 0
-        if self._loads.delay_inputs():
-            self._queue_inputs(now, busy)
         if scheduler.blocks is not None:
             self._preempt()
         if self._unsubmitted:
             self._submit_waiting()
-        if self._due:
-            self._release_due(now, busy)
+        for job in self._due:
+            scheduler.release(job, now)
+        self._due.clear()
         if self._release.needs_forecast:
             for job, instant in self._release_instants(away_ns):
                 if instant <= now:
                     if job.first_started_ns < 0:
                         job.ready_ns = now
-                    if busy:
-                        job.due, job.polls = True, 1
-                        self._due.append(job)
-                    else:
-                        scheduler.release(job, now)
+                    scheduler.release(job, now)
         taken = scheduler.fill_step()
         if taken or (scheduler.decode_batch and scheduler.landing):
             self._begin_step(taken)
@@ -224,40 +229,7 @@ class Engine(StepRunner):
         else:
             self._looked_ns = now if scheduler.waiting else None
             self._submit_behind()
-            if self._due:  # seen, by an engine that was busy until now: an idle one lets it join at its next look
-                self._poll_at(now + self._settings.idle_poll_ns, self._settings.idle_poll_ns)
             self._arm_timer(self._settings.idle_poll_ns)
-
-    def _queue_inputs(self, now: int, busy: bool) -> None:
-        """A joining prompt is copied behind the loads of earlier polls, and before those of this one.
-
-        An engine that schedules ahead copies it a step earlier, while the one before it runs.
-        """
-        there_ns = now + self._loads.inputs_wait_ns()
-        self._prompt_delay_ns = max(0, (self._inputs_ns if busy else there_ns) - now)
-        self._inputs_ns = there_ns
-
-    def _release_due(self, now: int, busy: bool) -> None:
-        """What is due joins the queue; of an engine that schedules ahead and is busy, some polls later."""
-        if not busy:
-            for job in self._due:
-                self._scheduler.release(job, now)
-            self._due.clear()
-            return
-        kept: list[Job] = []
-        for job in self._due:
-            lag = ARRIVAL_LAG_POLLS if job.gate is None else LOAD_LAG_POLLS
-            if job.polls >= lag:
-                self._scheduler.release(job, now)
-                continue
-            if job.polls == 0 and job.gate is not None:
-                job.polls = int(job.ready_ns <= self._before_ns + self._settings.launch_ns)
-            job.polls += 1
-            if job.polls == lag and not job.landed:
-                job.released = True  # reported: from here on every step waits for its layers (REL-2)
-                self._scheduler.landing[job.sequence] = job
-            kept.append(job)
-        self._due = kept
 
     def _preempt(self) -> None:
         """Blocks for one more token each: the youngest lose theirs, and queue again with what they had generated."""
@@ -266,7 +238,6 @@ class Engine(StepRunner):
         for job, again in lost:
             self.prefilled_tokens -= again
             job.due = False
-            job.polls = 0
             if job.request.load.slice_layers:
                 job.transfer = job.gate = None
                 insort(self._unsubmitted, job, key=attrgetter("sequence"))
@@ -286,7 +257,7 @@ class Engine(StepRunner):
                     for landing, layers in zip(landings, job.request.load.slice_layers, strict=True)
                     for _ in range(layers)
                 ),
-                layer_compute_ns=tuple(self._compute.step_layers_ns([(job.request.cached_tokens, tokens)], 0, 0)),
+                layer_compute_ns=self._forecast_layers_ns(job, tokens),
                 start_delay_ns=self._settings.start_delay_ns,
                 step_ns=away_ns,
                 victims=self._scheduler.decode_batch,
@@ -294,6 +265,10 @@ class Engine(StepRunner):
             )
             instants.append((job, self._release.release_ns(view)))
         return instants
+
+    def _forecast_layers_ns(self, job: Job, tokens: int) -> tuple[int, ...]:
+        """Per layer, what the job's first step of so many tokens is taken to compute."""
+        return tuple(self._compute.step_layers_ns([(job.request.cached_tokens, tokens)], 0, 0))
 
     def _stall_price(self, job: Job) -> StallPrice | None:
         """What a stall for the job costs others, as its release decision is told."""

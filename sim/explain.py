@@ -2,11 +2,12 @@
 
 The way to the first token is cut into intervals that follow each other, so the parts add up to it to the nanosecond::
 
-    arrival ─ admission ─ submission ─ transfer wait ─ release wait ─ queue ─ done again ─ stalls and computing
+    arrival ─ admission ─ submission ─ transfer wait ─ release wait ─ queue ─ done again ─ stalls, computing ─ hand-out
 
 The *transfer wait* lasts until so much has landed that the release rule is content; within it the link carried the
 request's own slices, or others', or nothing. The *release wait* is what follows until the engine looks, which it does
-once a step. *Done again* is what a preemption or a failed load threw away.
+once a step. *Done again* is what a preemption or a failed load threw away. The *hand-out* is what an engine that
+schedules ahead takes until it lets go of a token: it launches the next step before.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ class Explanation:
             nobody wrote down when the layer landed.
         between_steps_ns: from one of its steps to the next.
         computing_ns: the rest of its steps, all their members together.
+        handing_out_ns: from the end of its prefill until its token was seen.
     """
 
     request: int
@@ -65,6 +67,7 @@ class Explanation:
     stall_wire: tuple[Blame, ...]
     between_steps_ns: int
     computing_ns: int
+    handing_out_ns: int
 
     @property
     def stall_ns(self) -> int:
@@ -91,6 +94,7 @@ class Explanation:
             ("stall", self.stall_ns),
             ("between steps", self.between_steps_ns),
             ("computing", self.computing_ns),
+            ("handing out", self.handing_out_ns),
         )
 
 
@@ -108,6 +112,7 @@ def explain(recording: Recording, number: int) -> Explanation:
     steps = own_steps(recording, one)
     stalls = tuple(stall for step in steps for stall in step.stalls)
     running = sum(step.end_ns - step.start_ns for step in steps)
+    handing_out_ns = one.first_token_ns - steps[-1].end_ns
     return Explanation(
         number,
         one.ttft_ns,
@@ -122,8 +127,9 @@ def explain(recording: Recording, number: int) -> Explanation:
         one.started_ns - one.first_started_ns,
         stalls,
         _carried(recording, _stall_intervals(recording, steps), number)[0],
-        one.first_token_ns - one.started_ns - running,
+        one.first_token_ns - one.started_ns - running - handing_out_ns,
         running - sum(stall.stall_ns for stall in stalls),
+        handing_out_ns,
     )
 
 

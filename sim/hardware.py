@@ -118,9 +118,6 @@ class Hardware:
         tiers: what lies below the host pool.
         both_busy: each direction's speed while the other carries something too; stores are what uses the other one.
         first_slice_ns: from a load's submission until its first slice may begin: call, plan, hand-over to the thread.
-        inputs_behind_ns: how much wire time of loads the engine's own copy of a prompt's tokens waits for, at most; a
-            step that a request joins begins that much later. 0: it does not wait. None: it waits until a load ends.
-            Other steps copy a few KiB, which do not wait (benchmarks/results/h200-2026-11-29-small-copies.json).
 
     Raises:
         ValueError: no rank, a speed that is not in (0, 1], two tiers of one name, a negative time, or staging or
@@ -134,7 +131,6 @@ class Hardware:
     tiers: tuple[Tier, ...] = ()
     both_busy: Ratio = FULL_SPEED
     first_slice_ns: int = 0
-    inputs_behind_ns: int | None = 0
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -145,8 +141,8 @@ class Hardware:
         names = [tier.name for tier in self.tiers]
         if len(set(names)) < len(names):
             raise ValueError(f"tiers need different names, got {', '.join(names)}")
-        if self.first_slice_ns < 0 or (self.inputs_behind_ns or 0) < 0:
-            raise ValueError(f"first_slice_ns and inputs_behind_ns must be at least 0, got {self}")
+        if self.first_slice_ns < 0:
+            raise ValueError(f"first_slice_ns must be at least 0, got {self.first_slice_ns}")
         if self.sharing is Sharing.EQUAL and (self.staging or self.scatter):
             raise ValueError(
                 "an equally shared link lands whole slices: leave staging and scatter out, or share serially"

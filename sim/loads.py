@@ -47,12 +47,16 @@ class Loads:
         self._back = back
         self._tiers = tiers
         self._first_slice_ns = hardware.first_slice_ns
-        self._inputs_behind_ns = hardware.inputs_behind_ns
         self._layers_needed = release.layers_needed(num_layers)
         self._gates: dict[tuple[int, ...], list[Slice]] = {}  # by slice widths; a replay has a few
 
     def submit(self, job: Job, on_landed: OnLanded) -> None:
         """The job's load is on its way; `on_landed(part)` is called with each slice, in order."""
+        self.prepare(job, on_landed)
+        self.start(job)
+
+    def prepare(self, job: Job, on_landed: OnLanded) -> None:
+        """The job has a gate and a transfer, which `start` puts on its way."""
         load, now = job.request.load, self._clock.now_ns
         slices = self._gates.get(load.slice_layers)
         if slices is None:
@@ -64,7 +68,12 @@ class Loads:
         if fault is not None:
             on_landed = _FaultyLanding(self._clock, fault, on_landed).land
             job.request = job.request._replace(fault=None)  # a load that is sent again after a preemption is sound
-        transfer = job.transfer = Transfer(job.submission(now), load, on_landed)
+        job.transfer = Transfer(job.submission(now), load, on_landed)
+
+    def start(self, job: Job) -> None:
+        """What was prepared is on its way."""
+        transfer, now = job.transfer, self._clock.now_ns
+        assert transfer is not None, "only a load that was prepared can start"
         if job.request.tier:
             reader = self._tiers[job.request.tier]
             reader.fetch(transfer, partial(self._carrier.offer, transfer))
@@ -94,16 +103,21 @@ class Loads:
         submission = Submission(job.sequence, self._clock.now_ns, load.slice_bytes)
         self._back.submit(Transfer(submission, load, left))
 
-    def inputs_wait_ns(self) -> int:
-        """How long the prompt of a request that joins now waits behind what the link has to carry."""
-        if self._inputs_behind_ns is not None:
-            return min(self._carrier.ahead_ns(), self._inputs_behind_ns) if self._inputs_behind_ns else 0
+    def inputs_wait_ns(self, behind_ns: int | None) -> int:
+        """How long the prompt of a request that joins now waits behind what the link has to carry.
+
+        Args:
+            behind_ns: at most so much wire time of loads; None: until the load that ends next has ended.
+        """
+        if behind_ns is not None:
+            return min(self._carrier.ahead_ns(), behind_ns) if behind_ns else 0
         ends = [landings[-1] for landings in self._carrier.forecast_ns().values()]
         return min(ends) - self._clock.now_ns if ends else 0
 
-    def delay_inputs(self, coming: bool = True) -> bool:
-        """Whether what is on the link, or coming to it, delays steps that requests join meanwhile."""
-        return self._inputs_behind_ns != 0 and (coming or self._carrier.ahead_ns() > 0)
+    @property
+    def busy(self) -> bool:
+        """Whether the link has anything to carry."""
+        return self._carrier.ahead_ns() > 0
 
     def last_rank(self, job: Job) -> int:
         """Which rank brought the last slice last."""

@@ -1,76 +1,186 @@
-"""What an engine's host side adds to a step, a load and a request: few physical times, measured or fitted.
+"""What an engine's host side adds to the device's times: few physical times, measured in a recorded run.
 
-A profile has the times of the device. These are of the Python around it, differ between engines and versions, and are
-all 0 where nobody has measured them.
+A profile has the times of the device. These are of the thread around it, which schedules, launches and hands out tokens
+(`lamella.sim.ahead` says in what order), and of loads beside computing. They differ between engines, versions and
+machines; nothing is known of them until somebody has measured (`lamella validate --overheads-out`).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Self
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Final
 
-from lamella.sim.hardware import Hardware
-from lamella.sim.settings import EngineSettings
+from lamella.reference.records import read_record
+
+SCHEMA_VERSION: Final = 1
+WHOLE: Final = 1000
+"""A thousand permille: as the profile says."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """All in ns.
+    """Times in ns, shares in permille.
 
     Attributes:
-        step_ns: each step begins so much after its poll.
-        gated_step_ns: the same besides, in an engine whose steps wait for layers: hooks, piecewise graphs.
-        launch_ns: launching a forward takes the host so long; see `EngineSettings`.
-        submit_ns: each submission keeps the engine's thread busy so long.
-        first_slice_ns: from submission until the first slice may begin.
-        join_ns: a request that joins its first step keeps the engine's thread busy so long: tables, sampling.
+        pass_ns: from a token's hand-out to the begin of the next pass's forward: scheduling, inputs.
+        launch_ns: launching a forward of at most `captured_tokens` tokens with piecewise graphs.
+        full_launch_ns: the same as one captured graph, where nothing waits for layers.
+        prefill_launch_ns: launching a forward of more tokens.
+        captured_tokens: up to so many the engine replays captured graphs.
+        gate_ns: launching a layer takes so much longer for each released load that had not landed when the pass began.
+        tail_ns: of each launch, what comes behind its last layer.
+        report_ns: from the end of what a hand-out waits for until the token is seen.
+        first_token_ns: a hand-out with first tokens in it takes so much longer.
+        after_join_ns: the pass behind one that a request joined begins so much later.
+        idle_ns: from the end of a pass with nothing to compute to the next one's begin.
+        order_ns: a pass that begins loads and computes nothing begins so much later: its orders.
+        ask_ns: a pass in which a request with a load asks begins so much later: look-up, blocks.
+        ask_ns_per_1000_tokens: the same for each thousand tokens of its prompt.
+        join_ns: a pass that a request joins begins so much later: tables, sampling, inputs.
         join_ns_per_1000_tokens: the same for each thousand tokens of its prompt.
-        report_ns: from the end of a step until its token has been seen, which holds nobody up.
-        wake_ns: from a landing until a step that stood waiting for it goes on.
+        submit_ns: beginning a load takes the host so long.
+        first_slice_ns: from there until its first slice may begin.
+        load_ns_per_mib: what each MiB of a load takes longer than on the profile's wire.
+        prefill_rows: (new tokens, permille): device time of a prefill of so many new tokens, of what the profile says.
+        beside_permille: device time of layers beside a load, of that without.
+        scatter_permille: standard deviation of the thread's times from pass to pass, of their mean.
+        drift_permille: the same of their means from one run to the next.
 
     Raises:
-        ValueError: a negative time.
+        ValueError: a negative time, an idle time or captured tokens below 1, or a share below 100 permille.
     """
 
-    step_ns: int = 0
-    gated_step_ns: int = 0
+    pass_ns: int = 0
     launch_ns: int = 0
-    submit_ns: int = 0
-    first_slice_ns: int = 0
+    full_launch_ns: int = 0
+    prefill_launch_ns: int = 0
+    captured_tokens: int = 128
+    gate_ns: int = 0
+    tail_ns: int = 0
+    report_ns: int = 0
+    first_token_ns: int = 0
+    after_join_ns: int = 0
+    idle_ns: int = 1_000_000
+    order_ns: int = 0
+    ask_ns: int = 0
+    ask_ns_per_1000_tokens: int = 0
     join_ns: int = 0
     join_ns_per_1000_tokens: int = 0
-    report_ns: int = 0
-    wake_ns: int = 0
+    submit_ns: int = 0
+    first_slice_ns: int = 0
+    load_ns_per_mib: int = 0
+    prefill_rows: tuple[tuple[int, int], ...] = ()
+    beside_permille: int = WHOLE
+    scatter_permille: int = 0
+    drift_permille: int = 0
 
     def __post_init__(self) -> None:
+        for tokens, permille in self.prefill_rows:
+            if tokens < 1 or permille < 100:
+                raise ValueError(f"prefill_rows are (tokens, permille), at least 1 and 100, got {(tokens, permille)}")
         for name, value in asdict(self).items():
-            if value < 0:
-                raise ValueError(f"{name} must be at least 0, got {value}")
+            if name == "prefill_rows":
+                continue
+            least = 100 if name == "beside_permille" else int(name in ("idle_ns", "captured_tokens"))
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
 
-    def settings(self, settings: EngineSettings, *, gated: bool) -> EngineSettings:
-        """The engine's settings with what is added to each step and submission."""
-        step_ns = settings.start_delay_ns + self.step_ns + (self.gated_step_ns if gated else 0)
-        return replace(
-            settings,
-            start_delay_ns=step_ns,
-            launch_ns=self.launch_ns,
-            submit_ns=self.submit_ns,
-            wake_ns=self.wake_ns,
-        )
-
-    def hardware(self, hardware: Hardware) -> Hardware:
-        """The way with what is added before its first slice."""
-        return replace(hardware, first_slice_ns=hardware.first_slice_ns + self.first_slice_ns)
+    def asking_ns(self, prompt_tokens: int) -> int:
+        """What a request with a load costs the pass in which it asks."""
+        return self.ask_ns + self.ask_ns_per_1000_tokens * prompt_tokens // 1000
 
     def joining_ns(self, prompt_tokens: int) -> int:
-        """What a request costs the engine's thread when it joins."""
+        """What a request costs the pass that it joins."""
         return self.join_ns + self.join_ns_per_1000_tokens * prompt_tokens // 1000
 
-    def changed(self, name: str, value: int) -> Self:
-        """With another value of that part."""
-        return replace(self, **{name: value})
+    def forward_ns(self, num_tokens: int, *, full_graphs: bool, prefills: bool) -> int:
+        """How long launching a forward of so many tokens takes."""
+        if num_tokens > self.captured_tokens:
+            return self.prefill_launch_ns
+        return self.full_launch_ns if full_graphs and not prefills else self.launch_ns
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
         """Its parts."""
         return tuple(field.name for field in fields(cls))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredOverheads:
+    """Overheads with where they come from.
+
+    Attributes:
+        engine: the engine and the machine.
+        source: the recorded cells, and when.
+        overheads: the values.
+        errors: standard error by part, in its unit; parts that nothing showed are not in it.
+    """
+
+    engine: str
+    source: str
+    overheads: Overheads
+    errors: Mapping[str, int]
+
+    def document(self) -> dict[str, Any]:
+        """What `read_overheads` reads back, as JSON can hold it."""
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "kind": "lamella.overheads",
+            "engine": self.engine,
+            "source": self.source,
+            "overheads": asdict(self.overheads),
+            "errors": dict(self.errors),
+        }
+
+    def assumption(self) -> str:
+        """What an answer that uses them says."""
+        one = self.overheads
+        return (
+            f"overheads of {self.engine}, measured ({self.source}): a step takes the host {one.launch_ns / 1e6:.1f} ms "
+            f"to launch, one with a prefill {one.prefill_launch_ns / 1e6:.1f}, and {one.pass_ns / 1e6:.1f} to prepare; "
+            "it schedules a step ahead, so a token is handed out only when the next step is launched"
+        )
+
+
+def read_overheads(text: str, name: str) -> MeasuredOverheads:
+    """The overheads that the JSON holds.
+
+    Args:
+        text: of the file.
+        name: what it is called in messages.
+
+    Raises:
+        ValueError: not JSON, another schema version, an unknown key or an impossible value; named.
+    """
+    try:
+        found = json.loads(text)
+        if not isinstance(found, dict) or found.get("kind") != "lamella.overheads":
+            raise ValueError('it is no object of kind "lamella.overheads"; lamella validate --overheads-out writes one')
+        if found.get("schema_version") != SCHEMA_VERSION:
+            raise ValueError(f"schema_version must be {SCHEMA_VERSION}, got {found.get('schema_version')!r}")
+        rest = {key: value for key, value in found.items() if key not in ("kind", "schema_version")}
+        return read_record(MeasuredOverheads, rest, "overheads")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"{name}: {error}") from error
+
+
+def open_overheads(name: str) -> MeasuredOverheads:
+    """Those shipped under that name, or in the file of that path.
+
+    Raises:
+        ValueError: as `read_overheads`, or no such file; the message says which are shipped.
+    """
+    path = Path(name) if name.endswith(".json") else Path(__file__).parent / "overhead_sets" / f"{name}.json"
+    try:
+        return read_overheads(path.read_text("utf-8"), name)
+    except OSError as error:
+        shipped = ", ".join(shipped_overheads()) or "none"
+        raise ValueError(f"no overheads {name!r} ({error.strerror}); shipped are {shipped}") from error
+
+
+def shipped_overheads() -> tuple[str, ...]:
+    """Names of the sets that come with the package."""
+    return tuple(sorted(path.stem for path in (Path(__file__).parent / "overhead_sets").glob("*.json")))

@@ -7,7 +7,7 @@ once, so the first `concurrency` of a repeat do not count.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -48,6 +48,12 @@ class RecordedRequest:
         token_ns: from its arrival to each output.
         loaded_tokens: what its load brought; None where the run does not say.
         resident_tokens: what the engine had already.
+        asked_ns: from its arrival until the scheduler asked for what is stored of it; None: it did not.
+        ordered_ns: the same until the pass began with which its load did.
+        started_ns: the same until the lane took its load up.
+        released_ns: the same until a look found that it may run; None also for a load inside its step.
+        landed_ns: the same until each layer had landed; layers of one slice together.
+        load_bytes: what was loaded.
     """
 
     at_ns: int
@@ -55,6 +61,12 @@ class RecordedRequest:
     token_ns: tuple[int, ...]
     loaded_tokens: int | None
     resident_tokens: int
+    asked_ns: int | None = None
+    ordered_ns: int | None = None
+    started_ns: int | None = None
+    released_ns: int | None = None
+    landed_ns: tuple[int, ...] = ()
+    load_bytes: int = 0
 
     @property
     def ttft_ns(self) -> int:
@@ -69,13 +81,59 @@ class RecordedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """One pass of the engine's thread.
+
+    Attributes:
+        begin_ns: the worker began it, from the repeat's begin.
+        host_ns: from there until its forward was launched.
+        tokens: of its step; 0 if it computed nothing.
+        decoding: requests that decode in it.
+        orders_ns: of `host_ns`, beginning loads.
+        device_ns: the step on the device, by its events; None where it was not timed.
+    """
+
+    begin_ns: int
+    host_ns: int
+    tokens: int
+    decoding: int
+    orders_ns: int
+    device_ns: int | None
+
+    @property
+    def end_ns(self) -> int:
+        """Its forward was launched."""
+        return self.begin_ns + self.host_ns
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it only decoded."""
+        return self.tokens == self.decoding > 0
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedRepeat:
-    """One repeat of one arm; `settings` are the connector's, None where nothing was loaded."""
+    """One repeat of one arm.
+
+    Attributes:
+        cell: what was asked.
+        arm: how it was called.
+        settings: the connector's; None where nothing was loaded.
+        requests: in the order in which they were asked.
+        steps: passes of the thread, in order; none where they were not kept.
+        waited_ns: for each layer, how long the thread was in waits for loads, in all.
+    """
 
     cell: RecordedCell
     arm: str
     settings: Mapping[str, Any] | None
     requests: tuple[RecordedRequest, ...]
+    steps: tuple[RecordedStep, ...] = ()
+    waited_ns: tuple[int, ...] = ()
+
+    def prompt_tokens(self, number: int) -> int:
+        """Of its request of that number."""
+        return sum(self.cell.shapes[number % len(self.cell.shapes)])
 
     @property
     def counted(self) -> tuple[RecordedRequest, ...]:
@@ -92,7 +150,9 @@ class RecordedRun:
         steps_ahead: the engine scheduled a step ahead.
         full_graphs: it replayed whole steps as graphs.
         token_budget: most tokens of its steps; None where the run does not say.
+        captured_tokens: most tokens of a step that replays captured graphs; None where the run does not say.
         vllm: its version.
+        machine: the device, and the day.
         repeats: in order.
         passed_over: lines that are no repeat and no engine: verifications, failures; by kind.
     """
@@ -100,7 +160,9 @@ class RecordedRun:
     steps_ahead: bool
     full_graphs: bool
     token_budget: int | None
+    captured_tokens: int | None
     vllm: str
+    machine: str
     repeats: tuple[RecordedRepeat, ...]
     passed_over: Mapping[str, int]
 
@@ -117,7 +179,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
             numbered. Or no repeat at all.
     """
     engine: Mapping[str, Any] = {}
-    vllm = "unknown"
+    vllm = machine = "unknown"
     repeats: list[RecordedRepeat] = []
     passed_over: dict[str, int] = {}
     for number, line in enumerate(lines, start=1):
@@ -135,6 +197,8 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                 if engine and _facts(*found) != _facts(engine, vllm):
                     raise ValueError(f"another engine than before: {_facts(*found)}, not {_facts(engine, vllm)}")
                 engine, vllm = found
+                of = row.get("machine", {})
+                machine = f"{of.get('gpu', 'a machine without a name')}, {str(of.get('date', 'no date'))[:10]}"
             elif kind == "repeat":
                 repeats.append(_repeat(row))
             else:
@@ -149,7 +213,9 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
         bool(engine.get("async_scheduling", False)),
         "FULL" in str(engine.get("cudagraph_mode", "")).upper(),
         engine.get("max_num_batched_tokens"),
+        engine.get("cudagraph_capture_max"),
         vllm,
+        machine,
         tuple(repeats),
         passed_over,
     )
@@ -201,6 +267,22 @@ def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
         str(row["arm"]),
         row["settings"],
         requests,
+        tuple(_step(step) for step in row.get("steps", ())),
+        tuple(int(us) * NS_PER_US for us in row.get("host_stall_us", {}).values()),
+    )
+
+
+def _step(row: Sequence[Any]) -> RecordedStep:
+    begin, host, tokens, decoding, orders, device = row
+    if min(host, tokens, decoding, orders, device or 0) < 0 or decoding > tokens:
+        raise ValueError(f"a step's times and counts are at least 0, and who decodes is in its tokens; got {row}")
+    return RecordedStep(
+        int(begin) * NS_PER_US,
+        int(host) * NS_PER_US,
+        int(tokens),
+        int(decoding),
+        int(orders) * NS_PER_US,
+        None if device is None else int(device) * NS_PER_US,
     )
 
 
@@ -220,4 +302,14 @@ def _request(row: Mapping[str, Any]) -> RecordedRequest:
         tuple(int(token) * NS_PER_US for token in row["token_us"]),
         None if loadable is None else int(loadable),
         int(row.get("local_hit", 0)),
+        _moment(row.get("asked_us")),
+        _moment(row.get("ordered_us")),
+        _moment(row.get("started_us")),
+        _moment(row.get("released_us")),
+        tuple(int(landed) * NS_PER_US for landed in row.get("landed_us", ())),
+        int(row.get("bytes", 0)),
     )
+
+
+def _moment(microseconds: Any) -> int | None:
+    return None if microseconds is None else int(microseconds) * NS_PER_US

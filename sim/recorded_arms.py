@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any, Final
 
 from lamella.reference.ordering import parse_order
-from lamella.reference.profile import Graphs
-from lamella.reference.release import Whole, parse_release
+from lamella.reference.release import parse_release
 from lamella.reference.slices import parse_width, plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Tier
@@ -19,11 +19,11 @@ from lamella.sim.records import RequestRecord
 from lamella.sim.requests import Request
 from lamella.sim.settings import EngineSettings, SubmitAt
 from lamella.sim.stations import plan_load
-from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Strategy
+from lamella.sim.strategies import AUTO, CHUNK_MAJOR, RECOMPUTE, Device, Strategy
 from lamella.sim.world import World
 
 DEFAULT_TURN_MIB: Final = 32
-"""The connector's own default of `turn_mib`."""
+"""Of recordings that do not say: the connector's `turn_mib`."""
 BYSTANDER_TOKENS: Final = 1024
 BYSTANDER_TAG: Final = -1
 BYSTANDER_OUTPUT: Final = 6000
@@ -35,10 +35,9 @@ class InputsWait(Enum):
     NONE = "none"
     """Nothing: as if it went another way."""
     TURN = "turn"
-    """The present turn of the lane's copies, the connector's `turn_mib`."""
+    """The present turn of a lane whose copies take turns, `turn_mib` of the recording."""
     LOAD_END = "load-end"
-    """The end of the load that ends next: the lane before it took turns, and `turn_mib` 0, left the link idle only
-    between two loads."""
+    """The end of the load that ends next: a lane without turns leaves the link idle only between two loads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +47,12 @@ class Modelled:
     Attributes:
         strategy: how its hits reach the engine.
         inputs_behind_bytes: a joining prompt waits for at most so many bytes of loads; None: until a load ends.
+        joins_at_once: loads move inside the very step that asks for them.
     """
 
     strategy: Strategy
     inputs_behind_bytes: int | None
+    joins_at_once: bool = False
 
 
 def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Modelled | str:
@@ -59,65 +60,72 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
     settings: Mapping[str, Any] | None = repeat.settings
     if settings is None:
         return Modelled(RECOMPUTE, 0)
-    if settings.get("use_layerwise"):
-        return "loads into the very next step are not modelled"
     if repeat.arm.startswith("peer_"):
         return "another connector"
-    if settings.get("layers_per_slice") == "auto":
-        return "chooses for each request"
     if repeat.arm == "early_read":
         return "a control that does not wait"
-    width = settings.get("layers_per_slice", repeat.cell.width)
     turn_bytes = int(settings.get("turn_mib", DEFAULT_TURN_MIB)) << 20
     behind = None if inputs is InputsWait.LOAD_END else 0 if inputs is InputsWait.NONE else turn_bytes or None
+    width = settings.get("layers_per_slice", repeat.cell.width)
+    if width == "auto":
+        return Modelled(AUTO, behind)
     release = parse_release(str(settings.get("release", "first")))
     order = parse_order(str(settings.get("order", "fifo")))
     if width in (0, "0"):
         return Modelled(CHUNK_MAJOR, behind)
-    return Modelled(Strategy(parse_width(str(width)), order, release), behind)
+    strategy = Strategy(parse_width(str(width)), order, release)
+    return Modelled(strategy, behind, bool(settings.get("use_layerwise")))
 
 
 def predict(
-    repeat: RecordedRepeat, model: Modelled, run: RecordedRun, device: Device, overheads: Overheads
+    repeat: RecordedRepeat,
+    model: Modelled,
+    run: RecordedRun,
+    device: Device,
+    overheads: Overheads,
+    seed: int | None = None,
 ) -> list[RequestRecord]:
     """What the world says of the repeat's counted requests, in the order in which they were asked.
 
     Requests come as they were asked: a closed loop by the world's own answers, an open one at the recorded instants.
-    Hits are what the run says it loaded. Times to first token count from the engine's queue, as they were recorded.
+    Hits are what the run says it loaded, and handing a request over takes the thread as long as it did.
+
+    Raises:
+        ValueError: an engine that did not schedule ahead.
     """
-    cell, strategy = repeat.cell, model.strategy
-    gated = strategy.loads and not isinstance(strategy.release, Whole)
-    profile = device.profile
-    settings = overheads.settings(
-        EngineSettings(
-            idle_poll_ns=profile.engine.idle_poll_ns,
-            token_budget=run.token_budget or profile.engine.token_budget,
-            max_batch=profile.max_batch,
-            submit_at=SubmitAt.POLL if run.vllm.startswith("0.26") else SubmitAt.AFTER_FORWARD,
-            steps_ahead=run.steps_ahead,
-            admits_itself=True,
-        ),
-        gated=gated,
+    if not run.steps_ahead:
+        raise ValueError("the engine did not schedule its steps ahead, which recorded runs are predicted for")
+    cell, strategy, profile = repeat.cell, model.strategy, device.profile
+    settings = EngineSettings(
+        idle_poll_ns=profile.engine.idle_poll_ns,
+        token_budget=run.token_budget or profile.engine.token_budget,
+        max_batch=profile.max_batch,
+        submit_at=SubmitAt.POLL if run.vllm.startswith("0.26") else SubmitAt.AFTER_FORWARD,
+        admits_itself=True,
     )
     behind = model.inputs_behind_bytes
     behind_ns = None if behind is None else round(behind * 1e9 / profile.wire.h2d_bytes_per_s)
     tiers = () if cell.tier_bytes_per_s is None else (Tier("tier", cell.tier_bytes_per_s),)
     wire = profile.wire
     both_busy = Ratio(wire.both_bytes_per_s, max(wire.h2d_bytes_per_s, wire.d2h_bytes_per_s))
-    hardware = overheads.hardware(
-        Hardware(tiers=tiers, both_busy=both_busy if cell.stores else FULL_SPEED, inputs_behind_ns=behind_ns)
-    )
-    graphs = Graphs.FULL if run.full_graphs and not gated else Graphs.PIECEWISE
+    device = device.with_overheads(overheads)
     world = World(
-        profile.compute(graphs, extrapolate=device.extrapolate),
+        device.compute(strategy),
         strategy.order,
         strategy.release,
         settings,
-        hardware=hardware,
+        hardware=device.hardware(Hardware(tiers=tiers, both_busy=both_busy if cell.stores else FULL_SPEED)),
+        make_engine=partial(
+            device.engine(strategy),
+            full_graphs=run.full_graphs and not strategy.waits,
+            inputs_behind_ns=behind_ns,
+            joins_at_once=model.joins_at_once,
+            seed=seed,
+        ),
     )
     for _ in range(cell.bystanders):
         world.arrive_at(0, Request(0, BYSTANDER_TOKENS, BYSTANDER_OUTPUT, tag=BYSTANDER_TAG))
-    requests = [_request(number, repeat, strategy, device, overheads) for number in range(len(repeat.requests))]
+    requests = [_request(number, repeat, strategy, device) for number in range(len(repeat.requests))]
     begin_ns = 1_000_000_000 if cell.bystanders else 0
     if cell.rate_per_s is None:
         users = min(cell.concurrency, len(requests))
@@ -130,7 +138,7 @@ def predict(
     return sorted((record for record in records if record.tag >= first), key=lambda record: record.tag)
 
 
-def _request(number: int, repeat: RecordedRepeat, strategy: Strategy, device: Device, overheads: Overheads) -> Request:
+def _request(number: int, repeat: RecordedRepeat, strategy: Strategy, device: Device) -> Request:
     cell, recorded = repeat.cell, repeat.requests[number]
     hit, new = cell.shapes[number % len(cell.shapes)]
     missed = cell.miss_every and number % cell.miss_every == cell.miss_every - 1
@@ -148,7 +156,6 @@ def _request(number: int, repeat: RecordedRepeat, strategy: Strategy, device: De
         device.load(loaded, strategy) if loaded else NOTHING_TO_LOAD,
         tag=number,
         admission_ns=recorded.queued_ns,
-        host_ns=overheads.joining_ns(prompt),
         resident_tokens=resident,
         tier="tier" if cell.tier_bytes_per_s is not None and loaded else "",
         store=_store(prompt - cached, device) if cell.stores else NOTHING_TO_LOAD,
@@ -162,6 +169,6 @@ def _store(new_tokens: int, device: Device) -> Load:
     return plan_load(plan_slices(profile.num_layers, profile.num_layers), layer_bytes, profile.wire.d2h_bytes_per_s)
 
 
-def ttft_ns(record: RequestRecord, overheads: Overheads) -> int:
+def ttft_ns(record: RequestRecord) -> int:
     """From the queue to the first token, as the benchmark counts it."""
-    return record.first_token_ns - record.admitted_ns + overheads.report_ns
+    return record.first_token_ns - record.admitted_ns

@@ -102,6 +102,7 @@ class RequestRecord(NamedTuple):
         stored_ns: the last of that had left the device.
         prefill_steps: steps that computed its prompt.
         slice_layers: layers of each slice of its load.
+        began_ns: the host began the pass with its first step; -1 in an engine whose steps follow each other.
     """
 
     sequence: int
@@ -134,6 +135,7 @@ class RequestRecord(NamedTuple):
     stored_ns: int
     prefill_steps: int
     slice_layers: tuple[int, ...]
+    began_ns: int = -1
 
     @property
     def ttft_ns(self) -> int:

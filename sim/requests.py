@@ -23,7 +23,6 @@ class Request(NamedTuple):
         due_after_ns: how long after arrival its first token is due, for the deadline order.
         tag: the caller's own number, handed back in the record.
         admission_ns: from arrival until the engine has it in its queue: the host's tokenising, hashing, copying.
-        host_ns: what it costs the engine's own thread when it first joins a step; that step begins so much later.
         resident_tokens: how many of the cached tokens are in the engine's blocks already; the others are computed if
             the load fails.
         tier: the storage tier its load must come from first; empty for the host pool.
@@ -38,7 +37,6 @@ class Request(NamedTuple):
     due_after_ns: int | None = None
     tag: int = 0
     admission_ns: int = 0
-    host_ns: int = 0
     resident_tokens: int = 0
     tier: str = ""
     store: Load = NOTHING_TO_LOAD
@@ -52,6 +50,7 @@ class Job:
         "admitted_ns",
         "all_landed_ns",
         "arrival_ns",
+        "began_ns",
         "caused_before_start_ns",
         "caused_ns",
         "computed_tokens",
@@ -68,7 +67,6 @@ class Job:
         "generated",
         "held_blocks",
         "layer_stall_ns",
-        "polls",
         "preemptions",
         "prefill_stall_ns",
         "prefill_steps",
@@ -96,10 +94,10 @@ class Job:
         self.admitted_ns = self.submitted_ns = self.ready_ns = admitted_ns
         self.first_layer_ns = self.all_landed_ns = admitted_ns
         self.released_ns = self.started_ns = self.first_started_ns = self.first_token_ns = self.stored_ns = -1
+        self.began_ns = -1
         self.gate: LayerArrivalGate[int] | None = None  # its events are landing instants
         self.transfer: Transfer | None = None
         self.due = False  # enough layers have landed; the next poll releases it
-        self.polls = 0  # that have seen it ready, of an engine that schedules ahead
         self.released = False  # may run, or runs
         self.decoding = False
         self.thrown_back = False  # its load failed in the step under way
@@ -123,6 +121,11 @@ class Job:
     def landed(self) -> bool:
         """Whether nothing of it is on the wire or yet to be."""
         return self.gate is None or self.gate.all_landed
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return self.request.cached_tokens + self.request.new_tokens
 
     @property
     def prefill_tokens(self) -> int:
@@ -174,4 +177,5 @@ class Job:
             self.stored_ns,
             self.prefill_steps,
             request.load.slice_layers,
+            self.began_ns,
         )

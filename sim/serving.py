@@ -125,7 +125,7 @@ def run_world(
             strategy.order,
             strategy.release,
             device.settings(),
-            hardware=hardware,
+            hardware=device.hardware(hardware),
             on_finish=on_finish,
             keep_steps=keep,
             keep_slices=keep,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Final
 
 
 class SubmitAt(Enum):
@@ -29,13 +28,6 @@ class OnLoadFailure(Enum):
     """It ends there."""
 
 
-LOAD_LAG_POLLS: Final = 3
-"""With steps scheduled ahead: polls from the one whose launch sees a load to the one whose step it joins. The worker
-looks behind the launch of the next step, reports with that step's output, and then one more is scheduled already."""
-ARRIVAL_LAG_POLLS: Final = 1
-"""The same for a request with nothing to load: only the step that is scheduled already goes before it."""
-
-
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
     """How the engine forms steps.
@@ -47,12 +39,8 @@ class EngineSettings:
             limit.
         max_batch: most requests that prefill or decode at the same time. None: no limit.
         submit_at: when a load reaches the link.
-        launch_ns: how long the host takes to launch a forward. With `SubmitAt.AFTER_FORWARD` loads follow it; with
-            `steps_ahead` the worker looks for landed layers behind it, at the beginning of the step before.
+        launch_ns: how long the host takes to launch a forward, which loads follow with `SubmitAt.AFTER_FORWARD`.
         submit_ns: what each submission costs the engine's thread; the step formed at that poll begins so much later.
-        steps_ahead: whether the next step is scheduled while one runs (vLLM's asynchronous scheduling): what becomes
-            ready while the engine is busy joins later by `LOAD_LAG_POLLS` or `ARRIVAL_LAG_POLLS`, and what its
-            joining costs the host is worked off meanwhile.
         kv_blocks: blocks of the engine's cache; None: enough. A request holds those of its whole prompt from its
             submission on, and grows while it decodes; the youngest that runs loses its blocks if there are no more.
         block_tokens: tokens in a block.
@@ -73,7 +61,6 @@ class EngineSettings:
     submit_at: SubmitAt = SubmitAt.ARRIVAL
     launch_ns: int = 0
     submit_ns: int = 0
-    steps_ahead: bool = False
     kv_blocks: int | None = None
     block_tokens: int = 16
     load_timeout_ns: int | None = None

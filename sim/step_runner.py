@@ -68,10 +68,6 @@ class StepRunner(ABC):
         self._looked_ns: int | None = None  # last poll of an engine that is waiting; None in the other states
         self._poll_scheduled = False
         self._step_ended = False  # the next poll is the end of a step
-        self._inputs_ns = 0  # the prompts that join the step that is scheduled ahead are there by then
-        self._ahead_ns = 0  # the host has worked for so long already on the step that the present poll forms
-        self._prompt_delay_ns = 0  # so much later a step that is formed at the present poll begins if a request joins
-        self._before_ns = 0  # when that step began: the boundary before
         self._occupied_ns = 0  # the engine's thread admits requests until then
         self._delay_ns = 0  # from the present poll to the first layer of the step it forms
         self._preempted: tuple[int, ...] = ()  # at the poll that formed the step or stretch under way
@@ -115,15 +111,7 @@ class StepRunner(ABC):
 
     def _begin_step(self, taken: list[tuple[Job, Chunk]]) -> None:
         now, scheduler = self._clock.now_ns, self._scheduler
-        start_delay = self._settings.start_delay_ns
-        host = self._delay_ns - start_delay
-        for job, chunk in taken:
-            if chunk.first_token == 0 and job.first_started_ns < 0:
-                host += job.request.host_ns
-        delay = start_delay + max(0, host - self._ahead_ns)
-        if any(chunk.first_token == 0 for _, chunk in taken):
-            delay = max(delay, self._prompt_delay_ns)  # the host works on the step meanwhile
-        start = now + delay
+        start = now + self._delay_ns
         for job, chunk in taken:
             self.prefilled_tokens += chunk.num_tokens
             job.prefill_steps += 1
@@ -142,7 +130,7 @@ class StepRunner(ABC):
             whole = self._compute.decode_ns(scheduler.decode_batch, scheduler.context_tokens, 1)
             costs = split_evenly(whole, self._compute.num_layers)
         loads = list(scheduler.landing.values())
-        self._step = RunningStep(now, start, taken, costs, scheduler.decode_batch, loads)
+        self._step = RunningStep(now, start, taken, costs, scheduler.decode_batch, scheduler.context_tokens, loads)
         if loads:
             self._clock.at(start, Phase.HAPPEN, self._advance_layers)
         else:
@@ -168,31 +156,31 @@ class StepRunner(ABC):
             return
         if step.blocked:
             step.blocked = False
-            self._charge_stall(step, now - step.reached_ns)
+            self._charge_stall(step, step.layer, now - step.reached_ns)
         begun, step.layer = step.layer, ready
         end = now + sum(step.costs[begun:ready])
         if ready == num_layers and self._behind_ns is not None:
             self._clock.at(max(now, self._behind_ns), Phase.HAPPEN, self._submit_behind)
         self._clock.at(end, Phase.HAPPEN, self._end_step if ready == num_layers else self._advance_layers)
 
-    def _charge_stall(self, step: RunningStep, stall_ns: int) -> None:
-        """Notes who kept the step waiting at its present layer: the load whose slice landed last, or never did."""
+    def _charge_stall(self, step: RunningStep, layer: int, stall_ns: int) -> None:
+        """Notes who kept the step waiting at that layer: the load whose slice landed last, or never did."""
         if stall_ns == 0:
             return
 
         def landed_ns(job: Job) -> int:
             if job.gate is None:
                 return self._clock.now_ns  # it has failed in this instant
-            return job.gate.event_for(step.layer)
+            return job.gate.event_for(layer)
 
         culprit = max(step.loads, key=lambda job: (landed_ns(job), -job.sequence))
         if culprit.layer_stall_ns is None:
             culprit.layer_stall_ns = [0] * len(step.costs)
-        culprit.layer_stall_ns[step.layer] += stall_ns
+        culprit.layer_stall_ns[layer] += stall_ns
         culprit.caused_ns += stall_ns
         self.stall_ns += stall_ns
-        step.stalls[step.layer] = (stall_ns, culprit.sequence)
-        suffered = Suffered(step.layer, culprit.sequence, stall_ns)
+        step.stalls[layer] = (stall_ns, culprit.sequence)
+        suffered = Suffered(layer, culprit.sequence, stall_ns)
         for job, _ in step.taken:
             if job.first_token_ns < 0:
                 if job.suffered is None:
@@ -204,8 +192,9 @@ class StepRunner(ABC):
         assert step is not None, "only a step that began can end"
         self._step = None
         self.busy_ns += now - step.polled_ns
+        self._step_took(step, now - step.start_ns)
         if self._on_step is not None:
-            self._note_step(self._on_step, step)
+            self._note_step(self._on_step, step, now)
         done = self._scheduler.advance_decoding(1) if step.decode_batch else []
         for job, chunk in step.taken:
             if job.thrown_back:
@@ -224,17 +213,20 @@ class StepRunner(ABC):
             self._drop(self._dropped.pop(0))
         self._finish(done)
         self._step_ended = True
-        self._before_ns = step.polled_ns
         self._poll_soon(now - step.polled_ns)
 
-    def _note_step(self, on_step: Callable[[StepRecord], object], step: RunningStep) -> None:
+    @abstractmethod
+    def _step_took(self, step: RunningStep, took_ns: int) -> None:
+        """Told of each step with prefills, or beside loads, when it has ended."""
+
+    def _note_step(self, on_step: Callable[[StepRecord], object], step: RunningStep, end_ns: int) -> None:
         stalls = [step.stalls.get(layer, (0, None)) for layer in range(len(step.costs))]
         layer_stall_ns, culprits = zip(*stalls, strict=True)
         on_step(
             StepRecord(
                 step.polled_ns,
                 step.start_ns,
-                self._clock.now_ns,
+                end_ns,
                 tuple(chunk for _, chunk in step.taken),
                 layer_stall_ns,
                 culprits,
@@ -263,12 +255,10 @@ class StepRunner(ABC):
 
     def _begin_stretch(self) -> None:
         scheduler = self._scheduler
-        # While a load is on its way, a policy that weighs the last step's length is asked at every poll, and prompts
-        # that wait behind the load do so from the poll before the one at which they join.
-        coming = any(job.transfer for job in scheduler.waiting.values())
-        asked = (self._release.weighs_steps and coming) or self._copies_ahead(coming)
+        # While a load is on its way, a policy that weighs the last step's length is asked at every poll.
+        asked = self._release.weighs_steps and any(job.transfer for job in scheduler.waiting.values())
         # Nobody is admitted at a poll at which blocks were lost, so the next one is a step later.
-        singly = asked or self._due or self._preempted
+        singly = asked or self._preempted
         planned = scheduler.steps_to_next_end if self._fast_forward and not singly else 1
         now = self._clock.now_ns
         extra = self._delay_ns - self._settings.start_delay_ns
@@ -287,9 +277,6 @@ class StepRunner(ABC):
             launched = now + extra + self._settings.start_delay_ns + self._settings.launch_ns
             self._clock.at(launched, Phase.HAPPEN, self._submit_behind)
         self._arm_timer(0)
-
-    def _copies_ahead(self, coming: bool = True) -> bool:
-        return self._settings.steps_ahead and self._loads.delay_inputs(coming)
 
     def _schedule_stretch_end(self, stretch: DecodeStretch) -> None:
         planned = stretch.num_steps
@@ -318,8 +305,8 @@ class StepRunner(ABC):
             )
         self._finish(self._scheduler.advance_decoding(planned))
         self._step_ended = True
-        self._before_ns = stretch.boundary_ns(planned - 1) if planned > 1 else stretch.polled_ns
-        self._poll_soon(now - self._before_ns)
+        before = stretch.boundary_ns(planned - 1) if planned > 1 else stretch.polled_ns
+        self._poll_soon(now - before)
 
     # ---------------------------------------------------------------- jobs go
 

@@ -15,6 +15,7 @@ class RunningStep:
 
     __slots__ = (
         "blocked",
+        "context_tokens",
         "costs",
         "decode_batch",
         "layer",
@@ -33,6 +34,7 @@ class RunningStep:
         taken: list[tuple[Job, Chunk]],
         costs: Sequence[int],
         decode_batch: int,
+        context_tokens: int,
         loads: list[Job],
     ) -> None:
         self.polled_ns = polled_ns
@@ -40,6 +42,7 @@ class RunningStep:
         self.taken = taken
         self.costs = costs
         self.decode_batch = decode_batch
+        self.context_tokens = context_tokens  # of those who decode
         self.loads = loads  # released and not fully landed when it began
         self.layer = 0
         self.blocked = False

@@ -17,9 +17,13 @@ from lamella.reference.ordering import Fifo, OrderPolicy, RoundRobin, parse_orde
 from lamella.reference.profile import DeviceProfile, Graphs
 from lamella.reference.release import First, JustInTime, ReleasePolicy, WeighedRelease, Whole, parse_release
 from lamella.reference.slices import parse_width, plan_slices
+from lamella.reference.tables import MeasuredCompute
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load, StepRule
-from lamella.sim.auto import AutoEngine
+from lamella.sim.ahead import AheadEngine
+from lamella.sim.auto import AutoAheadEngine, AutoEngine
 from lamella.sim.engine import Engine
+from lamella.sim.hardware import Hardware
+from lamella.sim.overheads import WHOLE, Overheads
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.stations import ComputeModel, plan_load
 
@@ -46,6 +50,11 @@ class Strategy:
     def layerwise(self) -> bool:
         """Whether layers wait for their own slices, so that the layerwise transfer must be on."""
         return self.loads and (self.width is not None or not isinstance(self.release, Whole))
+
+    @property
+    def waits(self) -> bool:
+        """Whether steps wait for layers, which rules out graphs of whole steps."""
+        return self.loads and not isinstance(self.release, Whole)
 
     def __str__(self) -> str:
         if not self.loads:
@@ -125,15 +134,27 @@ class Device:
     Args:
         profile: the measured device.
         extrapolate: go on in straight lines where the profile was not measured; False refuses there.
+        overheads: of an engine's host side, which then schedules ahead (`lamella.sim.ahead`); None: the bare device,
+            whose steps follow each other.
     """
 
-    def __init__(self, profile: DeviceProfile, *, extrapolate: bool = False) -> None:
+    def __init__(
+        self, profile: DeviceProfile, *, extrapolate: bool = False, overheads: Overheads | None = None
+    ) -> None:
         self.profile = profile
         self.extrapolate = extrapolate
-        self._compute = {graphs: profile.compute(graphs, extrapolate=extrapolate) for graphs in Graphs}
+        self.overheads = overheads
+        computing = profile
+        for tokens, permille in overheads.prefill_rows if overheads is not None else ():
+            computing = replace(computing, prefill=computing.prefill.with_row(tokens, permille / WHOLE))
+        self._compute = {graphs: computing.compute(graphs, extrapolate=extrapolate) for graphs in Graphs}
 
     def __repr__(self) -> str:
-        return f"Device({self.profile!r}, extrapolate={self.extrapolate})"
+        return f"Device({self.profile!r}, extrapolate={self.extrapolate}, overheads={self.overheads!r})"
+
+    def with_overheads(self, overheads: Overheads | None) -> Device:
+        """The same device behind such a host; None: the bare device."""
+        return Device(self.profile, extrapolate=self.extrapolate, overheads=overheads)
 
     def check(self, regime: Regime, strategies: tuple[Strategy, ...]) -> None:
         """The profile was measured where this regime would be run.
@@ -166,15 +187,29 @@ class Device:
             )
 
     def compute(self, strategy: Strategy) -> ComputeModel:
-        """Step times. Waits per layer rule out full graphs, so early release decodes with piecewise ones."""
-        waits = strategy.loads and not isinstance(strategy.release, Whole)
-        return self._compute[Graphs.PIECEWISE if waits else Graphs.FULL]
+        """Step times. Waits per layer rule out full graphs, so early release decodes with piecewise ones.
+
+        Where the host's launches are modelled, the device's own times are those of full graphs.
+        """
+        return self._compute[Graphs.PIECEWISE if strategy.waits and self.overheads is None else Graphs.FULL]
+
+    @property
+    def full_compute(self) -> MeasuredCompute:
+        """The device's own step times."""
+        return self._compute[Graphs.FULL]
 
     def engine(self, strategy: Strategy) -> Callable[..., Engine]:
         """What makes the world's engine: one that chooses for each request, or one that does as it is told."""
-        if not strategy.chooses:
-            return Engine
-        return partial(AutoEngine, policy=AutoPolicy(self.profile), load_of=self._load_of)
+        made: Callable[..., Engine] = AutoEngine if strategy.chooses else Engine
+        if self.overheads is not None:
+            kind = AutoAheadEngine if strategy.chooses else AheadEngine
+            made = partial(kind, overheads=self.overheads, full_graphs=not strategy.waits)
+        return partial(made, policy=AutoPolicy(self.profile), load_of=self._load_of) if strategy.chooses else made
+
+    def hardware(self, hardware: Hardware | None = None) -> Hardware:
+        """The way of a load, with what the host adds before its first slice."""
+        way = hardware or Hardware()
+        return way if self.overheads is None else replace(way, first_slice_ns=self.overheads.first_slice_ns)
 
     def _load_of(self, tokens: int, width: int | tuple[int, ...]) -> Load:
         return self.load(tokens, replace(AUTO, width=width))
@@ -195,7 +230,10 @@ class Device:
         profile = self.profile
         slices = plan_slices(profile.num_layers, strategy.width or profile.num_layers)
         layer_bytes = hit_tokens * profile.token_bytes // profile.num_layers
-        return plan_load(slices, layer_bytes, profile.wire.h2d_bytes_per_s, profile.wire.slice_fixed_ns)
+        bytes_per_s = float(profile.wire.h2d_bytes_per_s)
+        if self.overheads is not None:
+            bytes_per_s = 1e9 / (1e9 / bytes_per_s + self.overheads.load_ns_per_mib / 2**20)
+        return plan_load(slices, layer_bytes, bytes_per_s, profile.wire.slice_fixed_ns)
 
     def request(self, regime: Regime, strategy: Strategy, tag: int = 0) -> Request:
         """One request of the regime as the strategy lets it come to the world."""

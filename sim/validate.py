@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
-from lamella.sim.calibrate import fit
-from lamella.sim.checks import PERCENTILES, ArmCheck, check_arm, group_arms
-from lamella.sim.overheads import Overheads
+from lamella.sim.checks import PERCENTILES, ArmCheck, Measured, Predicted, RecordedArm, check_arm, group_arms
+from lamella.sim.host_fit import fit
+from lamella.sim.overheads import MeasuredOverheads
 from lamella.sim.recorded import RecordedRun
 from lamella.sim.recorded_arms import InputsWait
 from lamella.sim.strategies import Device
@@ -129,15 +129,15 @@ class Validation:
     Attributes:
         profile: name of the device's profile.
         inputs: what a joining prompt was taken to wait for.
-        overheads: fitted, or as given.
-        fitted: whether they were fitted here.
+        overheads: measured in the first list, or as given.
+        fitted: whether they were measured here.
         calibrate, test: the judgement of each list.
         left_out: arms and cells without an answer, with the reason and how many repeats.
     """
 
     profile: str
     inputs: InputsWait
-    overheads: Overheads
+    overheads: MeasuredOverheads
     fitted: bool
     calibrate: Judgement
     test: Judgement
@@ -150,7 +150,7 @@ class Validation:
             "kind": "lamella.validate",
             "profile": self.profile,
             "inputs_wait": self.inputs.value,
-            "overheads_ns": asdict(self.overheads),
+            "overheads": self.overheads.document(),
             "overheads_fitted": self.fitted,
             "calibrate": _judgement_document(self.calibrate),
             "test": _judgement_document(self.test),
@@ -195,8 +195,9 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
                 "arm": arm.arm,
                 "error": arm.error,
                 "spread": arm.spread if math.isfinite(arm.spread) else None,
-                "recorded": {**arm.measured._asdict(), "error_ns": _finite(arm.measured.error_ns)},
-                "predicted": arm.predicted._asdict(),
+                "recorded": {**_without_parts(arm.measured), "error_ns": _finite(arm.measured.error_ns)},
+                "predicted": _without_parts(arm.predicted),
+                "parts_ns": _parts_document(arm),
                 "percentile_errors": dict(zip(map(str, PERCENTILES), arm.percentile_errors, strict=True)),
             }
             for arm in judgement.arms
@@ -206,6 +207,21 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
             for sign in judgement.signs
         ],
         "advice": [advice._asdict() for advice in judgement.advice],
+    }
+
+
+def _without_parts(times: Measured | Predicted) -> dict[str, Any]:
+    return {name: value for name, value in times._asdict().items() if name != "parts"}
+
+
+def _parts_document(arm: ArmCheck) -> dict[str, list[int]] | None:
+    """(recorded, predicted) mean instants of requests that loaded, by what happened."""
+    mine, theirs = arm.measured.parts, arm.predicted.parts
+    if mine is None or theirs is None:
+        return None
+    return {
+        name: [round(recorded), round(predicted)]
+        for name, recorded, predicted in zip(mine._fields, mine, theirs, strict=True)
     }
 
 
@@ -242,11 +258,22 @@ def _sign(check: ArmCheck, base: ArmCheck) -> Sign:
     return Sign(check.cell, check.arm, recorded - 1, error, predicted - 1)
 
 
+def measure(arms: Sequence[RecordedArm], run: RecordedRun, device: Device) -> MeasuredOverheads:
+    """The overheads that recorded arms show, with where they come from."""
+    repeats = [repeat for arm in arms for repeat in arm.repeats if repeat.settings is not None]
+    found = fit(repeats, run, device)
+    cells = ", ".join(dict.fromkeys(repeat.cell.name for repeat in repeats)) or "no cell"
+    graphs = "full graphs" if run.full_graphs else "piecewise graphs"
+    return MeasuredOverheads(
+        f"vLLM {run.vllm} with {graphs} on {run.machine}", f"{found.repeats} repeats of {cells}", *found[:2]
+    )
+
+
 def validate(
     run: RecordedRun,
     device: Device,
     split: Split,
-    overheads: Overheads | None = None,
+    overheads: MeasuredOverheads | None = None,
     inputs: InputsWait = InputsWait.TURN,
 ) -> Validation:
     """The run's cells beside the world's predictions.
@@ -255,7 +282,7 @@ def validate(
         run: what was recorded.
         device: the profile the predictions are made with.
         split: which cells are fitted on, and which judged by.
-        overheads: as they are; None fits them on the first list.
+        overheads: as they are; None measures them in the first list.
         inputs: what a joining prompt waited for in the engine that ran.
 
     Raises:
@@ -276,6 +303,9 @@ def validate(
         )
     fitted = overheads is None
     if overheads is None:
-        overheads = fit(lists["calibrate"], run, device)
-    judged = {name: judge([check_arm(arm, run, device, overheads) for arm in chosen]) for name, chosen in lists.items()}
+        overheads = measure(lists["calibrate"], run, device)
+    judged = {
+        name: judge([check_arm(arm, run, device, overheads.overheads) for arm in chosen])
+        for name, chosen in lists.items()
+    }
     return Validation(device.profile.name, inputs, overheads, fitted, judged["calibrate"], judged["test"], left_out)

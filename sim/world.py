@@ -191,7 +191,7 @@ class World:
         self._engine.admit(job)
 
     def _check(self, request: Request) -> None:
-        counts = (request.cached_tokens, request.admission_ns, request.host_ns, request.resident_tokens)
+        counts = (request.cached_tokens, request.admission_ns, request.resident_tokens)
         if min(request.new_tokens, request.output_tokens) < 1 or min(counts) < 0:
             raise ValueError(
                 f"a request computes and generates at least 1 token over a context of at least 0, got {request}"

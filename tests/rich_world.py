@@ -7,16 +7,20 @@ instants coincide.
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 from lamella.reference.ordering import ORDERS, OrderPolicy
 from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
+from lamella.sim.ahead import AheadEngine
 from lamella.sim.clock import Phase
+from lamella.sim.engine import Engine
 from lamella.sim.hardware import Fault, Hardware, Ratio, Scatter, Sharing, Staging, Tier
+from lamella.sim.overheads import Overheads
 from lamella.sim.records import Ending, Station
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.settings import OnLoadFailure
@@ -41,12 +45,32 @@ class LinearCompute:
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """An engine that schedules ahead, and with what."""
+
+    overheads: Overheads
+    inputs_behind_ns: int | None = 0
+    joins_at_once: bool = False
+    seed: int | None = None
+
+    def make_engine(self) -> Callable[..., Engine]:
+        return partial(
+            AheadEngine,
+            overheads=self.overheads,
+            inputs_behind_ns=self.inputs_behind_ns,
+            joins_at_once=self.joins_at_once,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
 class Rich:
     coming: tuple[tuple[int, Request], ...]
     order: OrderPolicy
     release: ReleasePolicy
     settings: EngineSettings
     hardware: Hardware
+    ahead: Ahead | None = None
 
     def run(self, *, fast_forward: bool = True, ask_every_ns: int | None = None) -> World:
         """The world at its end; asked meanwhile what its way has still to carry, if it is."""
@@ -59,6 +83,7 @@ class Rich:
             keep_steps=True,
             keep_slices=True,
             fast_forward=fast_forward,
+            make_engine=Engine if self.ahead is None else self.ahead.make_engine(),
         )
         for instant, request in self.coming:
             world.arrive_at(instant, request)
@@ -101,7 +126,6 @@ def random_rich(rng: random.Random) -> Rich:
                     rng.choice((None, rng.randint(1, 900))),
                     tag,
                     admission_ns=rng.choice((0, 5)),
-                    host_ns=rng.choice((0, 0, 3)),
                     resident_tokens=rng.choice((0, cached // 2)),
                     tier="disk" if tiers and load.slice_ns and rng.random() < 0.7 else "",
                     store=load_of(LAYERS * rng.randint(1, 100)) if rng.random() < 0.3 else NOTHING_TO_LOAD,
@@ -123,7 +147,6 @@ def random_rich(rng: random.Random) -> Rich:
             submit_at=rng.choice(list(SubmitAt)),
             launch_ns=rng.choice((0, 20)),
             submit_ns=rng.choice((0, 2)),
-            steps_ahead=rng.random() < 0.3,
             kv_blocks=blocks,
             block_tokens=rng.choice((16, 9)),
             load_timeout_ns=rng.randint(100, 3000) if faulty else None,
@@ -139,16 +162,47 @@ def random_rich(rng: random.Random) -> Rich:
             tiers=tiers,
             both_busy=rng.choice((Ratio(1, 1), Ratio(2, 3))),
             first_slice_ns=rng.choice((0, 0, 6)),
-            inputs_behind_ns=rng.choice((0, 0, 40, None)),
         ),
     )
+
+
+def random_overheads(rng: random.Random) -> Overheads:
+    """Of the size of the worlds' own times."""
+    times = {
+        name: rng.choice((0, rng.randint(0, 60)))
+        for name in Overheads.names()
+        if name.endswith("_ns") and name not in ("idle_ns", "gate_ns")
+    }
+    return Overheads(
+        **times,
+        idle_ns=rng.randint(1, 40),
+        gate_ns=rng.choice((0, 2)),
+        captured_tokens=rng.choice((4, 16)),
+        beside_permille=rng.choice((1000, 1500)),
+        scatter_permille=rng.choice((0, 200)),
+        drift_permille=rng.choice((0, 200)),
+    )
+
+
+def random_ahead(rng: random.Random) -> Rich:
+    """A random world whose engine schedules ahead; without counted blocks and faults, which it does not model."""
+    rich = random_rich(rng)
+    coming = tuple((instant, request._replace(fault=None)) for instant, request in rich.coming)
+    settings = replace(rich.settings, kv_blocks=None, load_timeout_ns=None)
+    ahead = Ahead(
+        random_overheads(rng),
+        rng.choice((0, 40, None)),
+        rng.random() < 0.2 and not isinstance(rich.release, JustInTime),
+        rng.choice((None, rng.randint(0, 9))),
+    )
+    return replace(rich, coming=coming, settings=settings, ahead=ahead)
 
 
 def broken_law(rich: Rich, world: World) -> str | None:
     """The first law that the world does not keep; None if it keeps all."""
     return (
         _requests_come_out(rich, world)
-        or _times_are_in_order(world)
+        or _times_are_in_order(world, ahead=rich.ahead is not None)
         or _stalls_are_charged_once(world)
         or _prompts_are_computed(world)
         or _bytes_come_out(rich, world)
@@ -174,7 +228,7 @@ def _requests_come_out(rich: Rich, world: World) -> str | None:
     return None
 
 
-def _times_are_in_order(world: World) -> str | None:
+def _times_are_in_order(world: World, *, ahead: bool) -> str | None:
     for record in world.records:
         if record.ending is Ending.FAILED:
             continue
@@ -188,7 +242,7 @@ def _times_are_in_order(world: World) -> str | None:
         if (record.stored_ns >= 0) != (record.store_bytes > 0):
             return f"request {record.tag}: {record.store_bytes} bytes to store, stored at {record.stored_ns}"
     for before, after in pairwise(world.steps):
-        if before.end_ns > after.polled_ns or after.polled_ns > after.start_ns:
+        if before.end_ns > (after.start_ns if ahead else after.polled_ns) or after.polled_ns > after.start_ns:
             return f"steps overlap: {before}, {after}"
     return None
 
@@ -269,6 +323,6 @@ def _stations_do_one_thing(rich: Rich, world: World) -> str | None:
 def forecast_is_exact(rich: Rich) -> bool:
     """Whether the release asks for no forecast, or for one that does not change until something happens."""
     hardware, settings = rich.hardware, rich.settings
-    simple = hardware.plain and not hardware.tiers and not hardware.first_slice_ns and not settings.steps_ahead
+    simple = hardware.plain and not hardware.tiers and not hardware.first_slice_ns
     sound = not any(request.fault for _, request in rich.coming) and settings.kv_blocks is None
     return not rich.release.needs_forecast or (simple and sound and hardware.sharing is Sharing.SERIAL)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+import recorded_run
 from lamella.cli.main import build_app
-from lamella.sim.overheads import Overheads
+from lamella.sim.overheads import MeasuredOverheads, Overheads, open_overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
 from lamella.sim.recorded_arms import model_of, predict
@@ -22,7 +23,12 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "auto": {"layers_per_slice": "auto"},
 }
 CELLS = {"one": (1, 8_192, 512), "four": (4, 8_192, 512), "far": (2, 4_096, 256)}
-ENGINE = {"schema": 1, "kind": "engine", "vllm": "0.26.0", "engine": {"max_num_batched_tokens": 8192}}
+ENGINE = {
+    "schema": 1,
+    "kind": "engine",
+    "vllm": "0.26.0",
+    "engine": {"max_num_batched_tokens": 8192, "async_scheduling": True},
+}
 
 
 def row(cell: str, arm: str, requests: list[dict[str, Any]]) -> dict[str, Any]:
@@ -77,7 +83,7 @@ def split(tmp_path: Path) -> Path:
 @pytest.fixture
 def no_overheads(tmp_path: Path) -> Path:
     path = tmp_path / "overheads.json"
-    path.write_text(json.dumps(dict.fromkeys(Overheads.names(), 0)))
+    path.write_text(json.dumps(MeasuredOverheads("none", "nothing", Overheads(), {}).document()))
     return path
 
 
@@ -102,7 +108,6 @@ def test_what_the_model_made_it_predicts(tmp_path: Path, split: Path, no_overhea
         "Held out: error of the mean time to first token 0.0% in the median" in line
         for line in result.stdout.splitlines()
     )
-    assert "Left out: auto: chooses for each request (6 repeats)." in result.stdout
 
 
 def test_a_machine_that_is_a_quarter_slower_is_noticed(tmp_path: Path, split: Path, no_overheads: Path) -> None:
@@ -114,14 +119,24 @@ def test_a_machine_that_is_a_quarter_slower_is_noticed(tmp_path: Path, split: Pa
     assert {arm["error"] < 0 for arm in found["test"]["arms"]} == {True}
 
 
-def test_overheads_are_fitted_on_the_first_list_and_help_on_the_second(tmp_path: Path, split: Path) -> None:
-    out = tmp_path / "out.json"
-    slower = record(tmp_path / "run.jsonl", slower=1.1)
-    assert run(slower, "--split", split, "--json", out).exit_code == 0
+def test_overheads_measured_in_the_first_list_are_written_and_can_be_given(tmp_path: Path) -> None:
+    true = Overheads(pass_ns=1_400_000, launch_ns=6_000_000, prefill_launch_ns=18_000_000, idle_ns=1_600_000)
+    made, split, measured, out = (tmp_path / name for name in ("run.jsonl", "split.json", "measured.json", "out.json"))
+    cells = [recorded_run.cell("one", 3), recorded_run.cell("two", 2)]
+    made.write_text("\n".join(recorded_run.recorded_lines(cells, DEVICE, true)) + "\n")
+    split.write_text(json.dumps({"calibrate": ["one"], "test": ["two"]}))
+    assert run(made, "--split", split, "--overheads-out", measured, "--json", out).exit_code == 0
     found = json.loads(out.read_text())
     assert found["overheads_fitted"] is True
-    assert sum(found["overheads_ns"].values()) > 0
-    assert found["calibrate"]["median_error"] < 0.09
+    assert found["test"]["p90_error"] < 0.05
+    kept = open_overheads(str(measured))
+    assert kept.overheads.launch_ns == pytest.approx(6_000_000, rel=0.05)
+    assert "one" in kept.source
+    assert found["overheads"] == json.loads(json.dumps(kept.document()))
+    assert run(made, "--split", split, "--overheads", measured, "--json", out).exit_code == 0
+    given = json.loads(out.read_text())
+    assert given["overheads_fitted"] is False
+    assert given["test"] == found["test"]
 
 
 @pytest.mark.parametrize(
@@ -136,7 +151,9 @@ def test_overheads_are_fitted_on_the_first_list_and_help_on_the_second(tmp_path:
         ({"split": '{"calibrate": [], "test": ["none"]}'}, "no cell of the list test was recorded"),
         ({"run": "nonsense"}, "line 1"),
         ({"run": json.dumps(ENGINE)}, "holds no repeat"),
-        ({"overheads": '{"step_ns": 1}'}, "lacks the key"),
+        ({"overheads": '{"launch_ns": 1}'}, 'no object of kind "lamella.overheads"'),
+        ({"overheads": '{"kind": "lamella.overheads", "schema_version": 2}'}, "schema_version must be 1, got 2"),
+        ({"overheads": '{"kind": "lamella.overheads", "schema_version": 1}'}, "lacks the key"),
         ({"overheads": "{"}, "Expecting"),
     ],
 )
@@ -163,8 +180,7 @@ def test_what_a_joining_prompt_waits_for_is_said_and_matters(tmp_path: Path, spl
         assert document["inputs_wait"] == wait
         errors[wait] = {(arm["cell"], arm["arm"]): arm["error"] for arm in document["test"]["arms"]}
     assert max(map(abs, errors["turn"].values())) < 1e-4
-    alone = [arm for arm in errors["turn"] if arm[1] == "fifo_first"]
-    assert all(errors["none"][arm] <= errors["turn"][arm] < errors["load-end"][arm] for arm in alone)
+    assert errors["load-end"]["four", "fifo_first"] > 0.01
     refused = run(made, "--split", split, "--inputs-wait", "link")
     assert refused.exit_code == 2
     assert "--inputs-wait must be one of none, turn, load-end, got 'link'" in " ".join(refused.stderr.split())
@@ -219,7 +235,7 @@ def test_a_run_counts_once_and_beside_no_other_engine(tmp_path: Path, split: Pat
     lines = [json.loads(line) for line in made.read_text().splitlines()]
     for line in lines:
         if line["kind"] == "engine":
-            line["engine"]["async_scheduling"] = not line["engine"].get("async_scheduling", False)
+            line["engine"]["async_scheduling"] = not line["engine"]["async_scheduling"]
     other.write_text("\n".join(map(json.dumps, lines)) + "\n")
     mixed = run(made, other, "--split", split, "--overheads", no_overheads)
     assert mixed.exit_code == 2

@@ -122,7 +122,7 @@ def test_times_for_the_eye_are_the_exact_ones_in_microseconds() -> None:
         (changed(steps=(STEPS[0]._replace(stalls=(LayerStall(3, 5, 7),)), *STEPS[1:])), "REC-3: impossible stall"),
         (changed(steps=(*STEPS[:2], STEPS[2]._replace(chunks=(Chunk(7, 0, 1),)))), "REC-3: a stretch"),
         (changed(steps=(STEPS[0]._replace(start_ns=41), *STEPS[1:])), "REC-4: request 7"),
-        (changed(steps=(STEPS[0]._replace(end_ns=89), *STEPS[1:])), "REC-4: request 7"),
+        (changed(requests=(ALONE._replace(first_token_ns=89), NO_LOAD)), "REC-4: request 7"),
         (changed(steps=STEPS[:1]), "REC-4: request 8"),
         (changed(steps=(STEPS[0]._replace(chunks=(Chunk(9, 0, 4),)), *STEPS[1:])), "REC-4: .* request 9, unknown"),
         (changed(occupations=(WIRE[0]._replace(request=9),)), "REC-5"),

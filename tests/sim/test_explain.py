@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from lamella.reference.recording import (
 from lamella.reference.release import First, JustInTime, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk
+from lamella.sim.engine import Engine
 from lamella.sim.explain import explain, explanation_document, explanation_lines
 from lamella.sim.hardware import Fault, Hardware, Ratio, Scatter, Sharing, Staging, Tier
 from lamella.sim.record_run import record_world
@@ -30,6 +32,7 @@ from lamella.sim.requests import Request
 from lamella.sim.settings import EngineSettings, OnLoadFailure, SubmitAt
 from lamella.sim.stations import Prefill, plan_load
 from lamella.sim.world import World
+from rich_world import Ahead, random_overheads
 
 LAYERS = 4
 HARDWARE = (
@@ -43,7 +46,6 @@ SETTINGS = (
     EngineSettings(),
     EngineSettings(start_delay_ns=5, idle_poll_ns=11, token_budget=6, submit_at=SubmitAt.POLL),
     EngineSettings(token_budget=5, max_batch=3, submit_at=SubmitAt.AFTER_FORWARD, launch_ns=9, submit_ns=2),
-    EngineSettings(steps_ahead=True, token_budget=8),
     EngineSettings(kv_blocks=9, block_tokens=4, token_budget=7),
     EngineSettings(load_timeout_ns=900, on_failure=OnLoadFailure.RECOMPUTE),
     EngineSettings(load_timeout_ns=900, on_failure=OnLoadFailure.FAIL),
@@ -69,7 +71,19 @@ def random_world(seed: int) -> World:
     settings = rng.choice(SETTINGS)
     release = rng.choice([Whole(), First(), First(2), JustInTime(), JustInTime(30), JustInTime(None)])
     order = rng.choice(list(ORDERS.values()))
-    world = World(LinearCompute(), order, release, settings, hardware=hardware, keep_steps=True, keep_slices=True)
+    make_engine: Callable[..., Engine] = Engine
+    if settings.kv_blocks is None and settings.load_timeout_ns is None and rng.random() < 0.3:
+        make_engine = Ahead(random_overheads(rng), seed=seed).make_engine()
+    world = World(
+        LinearCompute(),
+        order,
+        release,
+        settings,
+        hardware=hardware,
+        keep_steps=True,
+        keep_slices=True,
+        make_engine=make_engine,
+    )
     instant = 0
     for _ in range(12):
         instant += rng.choice((0, 0, 20, 300))
@@ -120,7 +134,7 @@ def test_the_recording_says_of_every_part_what_the_record_says(seed: int) -> Non
         assert found.own_transfer_ns + found.behind_ns + found.link_idle_ns == truth.transfer_ns
         assert found.release_in_step_ns + found.release_idle_ns == truth.poll_ns
         assert (found.queue_ns, found.redone_ns) == (truth.queue_ns, truth.redone_ns)
-        assert found.computing_ns + found.between_steps_ns == truth.compute_ns
+        assert found.computing_ns + found.between_steps_ns + found.handing_out_ns == truth.compute_ns
 
 
 @given(st.integers(0, 2**32))
@@ -195,6 +209,7 @@ def test_an_example_can_be_checked_by_hand() -> None:
         "stall": 8,
         "between steps": 0,
         "computing": 30,
+        "handing out": 0,
     }
     assert [tuple(blame) for blame in explanation.behind] == [(0, 18)]
     assert explanation.stalls == (LayerStall(1, 8, 1),)

@@ -117,48 +117,6 @@ def test_the_first_slice_begins_after_the_hand_over() -> None:
     assert (record.submitted_ns, record.first_layer_ns, record.all_landed_ns) == (0, 130, 430)
 
 
-@pytest.mark.parametrize(("in_flight", "start"), [(0, 100), (60, 160), (None, 400)])
-def test_a_steps_inputs_queue_behind_what_is_enqueued(in_flight: int | None, start: int) -> None:
-    hardware = Hardware(inputs_behind_ns=in_flight)
-    (_, _, other), _ = run((0, hit(400)), (0, hit(400)), (100, Request(0, 1)), hardware=hardware)
-    assert other.started_ns == start
-
-
-def test_the_host_works_on_a_step_while_its_prompt_waits() -> None:
-    for host_ns, start in ((250, 400), (350, 450)):
-        joining = Request(0, 1, host_ns=host_ns)
-        (_, other), _ = run((0, hit(400)), (100, joining), hardware=Hardware(inputs_behind_ns=None))
-        assert other.started_ns == start
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_step_that_nobody_joins_waits_for_no_prompt(ahead: bool) -> None:
-    decoding, settings = Request(0, 1, output_tokens=30), EngineSettings(steps_ahead=ahead)
-    ends = {
-        run((0, decoding), (150, hit(40_000)), settings=settings, hardware=Hardware(inputs_behind_ns=behind))[0][
-            0
-        ].end_ns
-        for behind in (0, None)
-    }
-    assert len(ends) == 1
-
-
-def test_a_later_piece_of_a_prompt_does_not_wait_again() -> None:
-    settings = EngineSettings(token_budget=8)
-    (_, other), _ = run(
-        (0, hit(4000)), (100, Request(0, 10)), settings=settings, hardware=Hardware(inputs_behind_ns=60)
-    )
-    assert (other.prefill_steps, other.first_token_ns) == (2, 100 + 60 + 10 * 40)
-
-
-def test_an_engine_that_schedules_ahead_copies_a_prompt_a_step_earlier() -> None:
-    decoding, settings = Request(0, 1, output_tokens=400), EngineSettings(steps_ahead=True)
-    coming = ((0, decoding), (40, hit(40_000)), (333, Request(0, 1)))
-    (_, _, other), world = run(*coming, settings=settings, hardware=Hardware(inputs_behind_ns=60))
-    seen, joined = [step.end_ns for step in world.steps if step.end_ns >= 333][:2]
-    assert other.started_ns == seen + 60 > joined
-
-
 @pytest.mark.parametrize(
     "hardware",
     [
@@ -202,39 +160,10 @@ def test_a_launch_that_waits_for_layers_submits_behind_the_last_of_its_waits() -
     )
 
 
-def test_steps_scheduled_ahead_let_a_load_join_three_polls_later_and_a_prefill_one() -> None:
-    busy = Request(0, 1, output_tokens=400)
-    for ahead, lag in ((False, 0), (True, 3)):
-        (_, load), world = run((0, busy), (40, hit(400)), settings=EngineSettings(steps_ahead=ahead))
-        ends = [step.end_ns for step in world.steps if step.end_ns >= load.all_landed_ns]
-        assert load.started_ns == ends[lag]
-    for ahead, lag in ((False, 0), (True, 1)):
-        (_, other), world = run((0, busy), (333, Request(0, 1)), settings=EngineSettings(steps_ahead=ahead))
-        ends = [step.end_ns for step in world.steps if step.end_ns >= 333]
-        assert other.started_ns == ends[lag]
-
-
-def test_a_load_that_lands_during_the_next_launch_is_seen_a_poll_earlier() -> None:
-    busy = Request(0, 1, output_tokens=400)
-    for launch, lag in ((0, 3), (10_000, 2)):
-        settings = EngineSettings(steps_ahead=True, launch_ns=launch)
-        (_, load), world = run((0, busy), (40, hit(400)), settings=settings)
-        assert load.started_ns == [step.end_ns for step in world.steps if step.end_ns >= load.all_landed_ns][lag]
-
-
-def test_submissions_and_joining_requests_keep_the_engines_thread_busy() -> None:
+def test_submissions_keep_the_engines_thread_busy() -> None:
     settings = EngineSettings(submit_at=SubmitAt.POLL, submit_ns=6)
-    (first, _), _ = run((0, Request(0, 1, host_ns=9)), (0, hit(400)), settings=settings)
-    assert first.started_ns == 6 + 9
-
-
-@pytest.mark.parametrize("ahead", [False, True])
-def test_an_engine_that_schedules_ahead_works_on_a_joining_request_while_the_step_before_runs(ahead: bool) -> None:
-    busy, settings = Request(0, 1, output_tokens=400), EngineSettings(steps_ahead=ahead)
-    for host_ns in (5, 500):
-        (_, other), world = run((0, busy), (333, Request(0, 1, host_ns=host_ns)), settings=settings)
-        seen, joins = [step.end_ns for step in world.steps if step.end_ns >= 333][:2]
-        assert other.started_ns == (max(joins, seen + host_ns) if ahead else seen + host_ns)
+    (first, _), _ = run((0, Request(0, 1)), (0, hit(400)), settings=settings)
+    assert first.started_ns == 6
 
 
 def test_an_engine_that_admits_requests_itself_polls_only_afterwards_and_one_request_after_another() -> None:
@@ -341,7 +270,6 @@ def test_only_what_was_not_on_the_device_is_computed_again() -> None:
         (hit(fault=Fault(0)), "without a load_timeout_ns would never end"),
         (hit(resident_tokens=9), "some of the 8 cached ones, got 9"),
         (Request(0, 1, store=Load((1,), (1,), (1,))), "all 4 layers"),
-        (Request(0, 1, host_ns=-1), "at least 1 token"),
     ],
 )
 def test_impossible_requests_are_refused(request_: Request, words: str) -> None:

@@ -149,7 +149,7 @@ def only_the_first_rank_carries(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_stall_is_charged_to_nobody(patch: pytest.MonkeyPatch) -> None:
-    def wrong(self: StepRunner, step: object, stall_ns: int) -> None:
+    def wrong(self: StepRunner, step: object, layer: int, stall_ns: int) -> None:
         self.stall_ns += stall_ns
 
     patch.setattr(StepRunner, "_charge_stall", wrong)
