@@ -98,7 +98,13 @@ class CacheEngine:
     # ---- asking
 
     def keys_of(self, tokens: Sequence[int], tenant: bytes | None = None) -> tuple[ChunkKey, ...]:
-        """Keys of the sequence's chunks, for this rank and tenant."""
+        """Keys of the sequence's chunks, for this rank and tenant.
+
+        Raises:
+            TypeError: a tenant that is not bytes.
+        """
+        if tenant is not None and not isinstance(tenant, bytes):
+            raise TypeError(f"tenant must be bytes or None, got {tenant!r}: encode it, as in b'acme'")
         space = self.space if tenant is None else replace(self.space, salt=tenant)
         return chunk_keys(space, tokens, partial=self._save_partial_chunk)
 

@@ -43,6 +43,7 @@ class KeySpace:
         salt: the tenant's secret or name; tenants with different salts never share an object.
 
     Raises:
+        TypeError: a salt that is not bytes.
         ValueError: an empty model, dtype or inner_layout, a rank outside the size, or an empty layer range.
     """
 
@@ -60,6 +61,8 @@ class KeySpace:
         for name in ("model", "dtype", "inner_layout"):
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty: it decides what an object's bytes mean")
+        if not isinstance(self.salt, bytes):
+            raise TypeError(f"salt must be bytes, got {self.salt!r}: encode it, as in b'acme'")
         if self.chunk_tokens < 1:
             raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
         if not 0 <= self.tp_rank < self.tp_size:

@@ -8,7 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from cache_driver import MemoryTier
+from lamella.connector.storage import file_reads, file_tier, open_files
 from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.metrics import MeteredTier
@@ -69,11 +72,18 @@ def make_tier(
 
 
 class FaultyOs:
-    """What the file tier sees of the operating system: calls can be refused by name, and reads are counted."""
+    """What the file tier sees of the operating system: calls can be refused by name, and reads are counted.
 
-    def __init__(self) -> None:
+    Args:
+        patching: puts it in the place of `os` for as long as the caller's patches last.
+    """
+
+    def __init__(self, patching: pytest.MonkeyPatch) -> None:
+        for module in (file_tier, file_reads, open_files):
+            patching.setattr(module, "os", self)
         self.refused: dict[str, int] = {}
-        """Error numbers by the call's name; a refused write first takes half of what it is given."""
+        """Error numbers by the call's name, "cached read" for reads that may not wait; a refused write first takes
+        half of what it is given."""
         self.read_bytes = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -94,10 +104,12 @@ class FaultyOs:
             return os.write(descriptor, data[: data.nbytes // 2])
         raise OSError(code, os.strerror(code))
 
-    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+    def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
         code = self.refused.get("preadv")
+        if code is None and flags & os.RWF_NOWAIT:
+            code = self.refused.get("cached read")
         if code is not None:
             raise OSError(code, os.strerror(code))
-        count = os.preadv(descriptor, buffers, offset)
+        count = os.preadv(descriptor, buffers, offset, flags)
         self.read_bytes += count
         return count

@@ -26,14 +26,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
+from lamella.connector.storage.file_reads import FileReader, fill, refusal, remove_damaged
 from lamella.connector.storage.file_space import OBJECT_SUFFIX, FileSpace, mark_used
 from lamella.connector.storage.header_cache import HeaderCache
-from lamella.connector.storage.object_format import PIECE_BYTES, Header, ObjectFormat, deliver
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges, get_in_turn
+from lamella.connector.storage.object_format import Header, ObjectFormat
+from lamella.connector.storage.open_files import OpenFiles, OpenObject, close_all
+from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
 _UNFINISHED: Final = ".unfinished"
+_MOST_OPEN: Final = 32
+"""Files that are opened before the first of them is read."""
 _USED_AGAIN_NS: Final = 60 * 1_000_000_000
 """Reads within this time of the last one do not touch the file's access time again."""
 _NS: Final = 1_000_000_000
@@ -55,6 +59,7 @@ class FileTier:
         clock_ns: wall clock.
 
     Raises:
+        TypeError: a folder that is not a Path.
         ValueError: object_bytes, runs or limits that cannot be, or a folder that others than its owner can enter.
         TierError: the folder cannot be made or read.
     """
@@ -69,6 +74,8 @@ class FileTier:
         ttl_s: float | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        if not isinstance(folder, Path):
+            raise TypeError(f"folder must be a pathlib.Path, got {folder!r}: pass Path({folder!r})")
         self.format = ObjectFormat(object_bytes, run_bytes)
         if ttl_s is not None and not 0 < ttl_s < float("inf"):
             raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
@@ -76,7 +83,9 @@ class FileTier:
         self._root = f"{folder}/{self.format.tag}/"
         self._clock_ns = clock_ns
         self._headers: HeaderCache[tuple[int, int]] = HeaderCache()
-        with _said(f"cannot use {folder} as a file tier"):
+        self._reader = FileReader(self.format)
+        self._held = OpenFiles()
+        with _said(f"cannot use {folder} as a file tier, give a folder that this user can make and write"):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = stat.S_IMODE(folder.stat().st_mode)
             if mode & 0o077:
@@ -104,37 +113,45 @@ class FileTier:
 
     def exists(self, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
         """As `Tier.exists`; a file of the wrong length, which no `put` leaves, counts as absent."""
+        self._held.close_idle()
         return tuple(self._is_there(self.path_of(key)) for key in keys)
 
     def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         """As `Tier.get_ranges`."""
-        check_ranges(ranges, into, self.format.object_bytes)
-        place = self._place(key)
-        descriptor = -1
-        try:
-            descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-            self._read(descriptor, key, place, ranges, into)
-        except DamagedObjectError as damage:
-            _remove_same(descriptor, Path(place))
-            _log.warning("%s; it was removed", damage)
-            raise
-        except FileNotFoundError:
-            raise KeyError(f"{place} is not there (any more)") from None
-        except OSError as refused:
-            raise _refusal(f"cannot read {place}", refused) from refused
-        finally:
-            if descriptor >= 0:
-                os.close(descriptor)
+        read = self.get_leading([key], ranges, [into])
+        if read.error is not None:
+            raise read.error
 
     def get_leading(
         self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
     ) -> Leading:
-        """As `Tier.get_leading`."""
-        return get_in_turn(self, keys, ranges, into)
+        """As `Tier.get_leading`; a few files are opened at a time, before the first of these is read."""
+        ranges = tuple(ranges)
+        self._check(keys, ranges, into)
+        ends = any(wanted.offset + wanted.num_bytes == self.format.object_bytes for wanted in ranges)
+        self._held.close_idle()
+        done, error = 0, None
+        while done < len(keys) and error is None:
+            batch = keys[done : done + _MOST_OPEN]
+            objects: list[OpenObject] = []
+            keep = False
+            try:
+                error = self._open_all(batch, objects)
+                read = self._reader.read_leading(objects, ranges, into[done : done + len(objects)])
+                error = read.error or error
+                keep = error is None and not ends
+            finally:
+                if keep:
+                    self._held.give(zip(batch, objects, strict=False))
+                else:
+                    close_all(objects)
+            done += read.num_objects
+        return Leading(done) if error is None else Leading.cut_short(done, error)
 
     def put(self, key: ChunkKey, data: memoryview) -> None:
         """As `Tier.put`."""
         path = self.path_of(key)
+        self._held.close_idle()
         with _said(f"cannot keep {path}"):
             header = memoryview(self.format.header(key, data, self._clock_ns()))
             if self._is_there(path):
@@ -147,6 +164,7 @@ class FileTier:
     def delete(self, key: ChunkKey) -> bool:
         """As `Tier.delete`."""
         path = self.path_of(key)
+        close_all(self._held.take([key]).values())
         with _said(f"cannot delete {path}"):
             try:
                 size = path.stat().st_size
@@ -158,7 +176,9 @@ class FileTier:
             return True
 
     def close(self) -> None:
-        """As `Tier.close`: nothing is held open between calls."""
+        """As `Tier.close`: its files are closed and its threads end."""
+        self._held.close()
+        self._reader.close()
 
     def _is_there(self, path: Path) -> bool:
         with _said(f"cannot look for {path}"):
@@ -168,9 +188,60 @@ class FileTier:
                 return False
         return found.st_size == self.format.stored_bytes and not self._space.is_expired(found.st_mtime_ns)
 
-    def _read(
-        self, descriptor: int, key: ChunkKey, place: str, ranges: Sequence[ByteRange], into: Sequence[memoryview]
+    def _check(
+        self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
     ) -> None:
+        """As `check_ranges`, of every object; the ranges themselves are looked at once."""
+        sizes: list[int] | None = None
+        for _, buffers in zip(keys, into, strict=True):
+            if sizes is None or [buffer.nbytes for buffer in buffers] != sizes:
+                check_ranges(ranges, buffers, self.format.object_bytes)
+                sizes = [wanted.num_bytes for wanted in ranges]
+
+    def _open_all(self, keys: Sequence[ChunkKey], objects: list[OpenObject]) -> KeyError | TierError | None:
+        """`objects` are the files of these up to the first that cannot be opened; returned is why that cannot."""
+        held = self._held.take(keys)
+        try:
+            for key in keys:
+                one = held.get(key)
+                is_usable = one is not None and self._is_as_it_was(one)
+                objects.append(held.pop(key) if is_usable else self._open(key))
+        except FileNotFoundError:
+            return KeyError(f"{self._place(key)} is not there (any more)")
+        except (KeyError, TierError) as error:
+            return error
+        except OSError as refused:
+            if refused.errno in (errno.EMFILE, errno.ENFILE) and (objects or held or self._held.close()):
+                return None  # once those that are open now are closed
+            return refusal(f"cannot read {self._place(key)}", refused)
+        finally:
+            close_all(held.values())
+        return None
+
+    def _is_as_it_was(self, one: OpenObject) -> bool:
+        """Whether the file still is the object that was opened: neither removed nor changed nor too old."""
+        found = os.fstat(one.descriptor)
+        return (
+            found.st_nlink > 0
+            and (found.st_ino, found.st_mtime_ns) == one.identity
+            and found.st_size == self.format.stored_bytes
+            and not self._space.is_expired(found.st_mtime_ns)
+        )
+
+    def _open(self, key: ChunkKey) -> OpenObject:
+        place = self._place(key)
+        descriptor = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            header, identity = self._header_of(descriptor, key, place)
+            return OpenObject(place, descriptor, header, identity)
+        except BaseException as error:
+            if isinstance(error, DamagedObjectError):
+                remove_damaged(descriptor, place, error)
+            os.close(descriptor)
+            raise
+
+    def _header_of(self, descriptor: int, key: ChunkKey, place: str) -> tuple[Header, tuple[int, int]]:
+        """The header of an object that has its length and has not expired, and for which file; it is used now."""
         found = os.fstat(descriptor)
         if self._space.is_expired(found.st_mtime_ns):
             raise KeyError(f"{place} has outlived its time")
@@ -182,23 +253,11 @@ class FileTier:
         identity = (found.st_ino, found.st_mtime_ns)
         header = self._headers.get(key, identity)
         if header is None:
-            header = self._read_header(descriptor, key, place)
+            page = bytearray(self.format.header_bytes)
+            fill(descriptor, memoryview(page), 0, place)
+            header = self.format.parse_header(key, page, place)
             self._headers.keep(key, identity, header)
-        reads = self.format.reads(ranges, into)
-        for read in reads:
-            verifier = self.format.verifier(read, header, place)
-            start = self.format.header_bytes + read.source.offset
-            for offset in range(0, read.source.num_bytes, PIECE_BYTES):
-                piece = read.target[offset : offset + PIECE_BYTES]
-                _fill(descriptor, piece, start + offset, place)
-                verifier.feed(piece)
-            if read.copies:
-                deliver(read)
-
-    def _read_header(self, descriptor: int, key: ChunkKey, place: str) -> Header:
-        header = bytearray(self.format.header_bytes)
-        _fill(descriptor, memoryview(header), 0, place)
-        return self.format.parse_header(key, header, place)
+        return header, identity
 
     def _write(self, path: Path, *parts: memoryview) -> None:
         descriptor, unfinished = _open_unfinished(path.parent)
@@ -238,12 +297,7 @@ def _said(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as refused:
-        raise _refusal(what, refused) from refused
-
-
-def _refusal(what: str, refused: OSError) -> TierError:
-    code = errno.errorcode.get(refused.errno or 0, "no code")
-    return TierError(f"{what}: {refused.strerror or refused} ({code})")
+        raise refusal(what, refused) from refused
 
 
 def _open_unfinished(folder: Path) -> tuple[int, Path]:
@@ -255,25 +309,6 @@ def _open_unfinished(folder: Path) -> tuple[int, Path]:
         if os.fstat(descriptor).st_nlink:
             return descriptor, path
         os.close(descriptor)  # another process took it for a leftover before the lock was ours
-
-
-def _remove_same(descriptor: int, path: Path) -> None:
-    """The open file is not to be found at `path` any more; one that has replaced it is left alone."""
-    try:
-        there, opened = path.stat(follow_symlinks=False), os.fstat(descriptor)
-        if (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino):
-            path.unlink()
-    except OSError as refused:
-        _log.warning("%s is damaged and cannot be removed: %s", path, refused)
-
-
-def _fill(descriptor: int, buffer: memoryview, offset: int, place: str) -> None:
-    done = os.preadv(descriptor, (buffer,), offset)
-    while done < buffer.nbytes:
-        count = os.preadv(descriptor, (buffer[done:],), offset + done)
-        if count == 0:
-            raise DamagedObjectError(f"{place} ends at byte {offset + done}: cut off while it was read")
-        done += count
 
 
 def _write(descriptor: int, data: memoryview) -> None:

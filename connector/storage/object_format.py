@@ -32,13 +32,13 @@ from lamella.reference.layout import ByteRange, ObjectLayout
 
 FORMAT_VERSION: Final = 2
 PAGE_BYTES: Final = 4096
-PIECE_BYTES: Final = 512 << 10
-"""Read and hashed in turns of this size, so that the hash finds the bytes in the core's cache."""
 _KNOWN_SLICES: Final = 512
 _MAGIC: Final = b"LAMELLA\0"
 _FIELDS: Final = struct.Struct("<8sIIQQ32s32sQ")  # magic, version, runs, object bytes, tokens, space, prefix, written
 _DIGEST_BYTES: Final = 32
 _PREAMBLE: Final = struct.Struct("<8sI")
+checksum_of: Final = xxh3_64_intdigest
+"""The checksum of a run that is in hand as a whole."""
 
 
 class Header(NamedTuple):
@@ -46,6 +46,18 @@ class Header(NamedTuple):
 
     written_ns: int
     checksums: tuple[int, ...]
+
+
+class Span(NamedTuple):
+    """The whole runs around a range: where they lie, the first of them, and where in them the range begins."""
+
+    source: ByteRange
+    first_run: int
+    inset: int
+    is_whole: bool
+    """Whether the range cuts no run."""
+    is_run: bool
+    """Whether the range is one run, neither more nor less."""
 
 
 class RunRead(NamedTuple):
@@ -127,7 +139,7 @@ class ObjectFormat:
         if data.nbytes != self.object_bytes:
             raise ValueError(f"an object has {self.object_bytes} bytes, got {data.nbytes}")
         whole = data.cast("B")
-        sums = [xxh3_64_intdigest(whole[start:end]) for start, end in itertools.pairwise(self._starts)]
+        sums = [checksum_of(whole[start:end]) for start, end in itertools.pairwise(self._starts)]
         count = len(sums)
         packed = _FIELDS.pack(
             _MAGIC, FORMAT_VERSION, count, self.object_bytes, key.num_tokens, key.space, key.prefix, written_ns
@@ -170,31 +182,36 @@ class ObjectFormat:
             raise DamagedObjectError(f"{where} has a damaged header")
         return num_runs, object_bytes, num_tokens, space, prefix, written_ns
 
-    def reads(self, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> list[RunRead]:
-        """What to read for these ranges: the caller's buffers themselves where a range is whole runs."""
-        found: list[RunRead] = []
-        for (source, first_run, inset), wanted, buffer in zip(self._spans(tuple(ranges)), ranges, into, strict=True):
-            if source == wanted:
-                found.append(RunRead(wanted, buffer if buffer.format == "B" else buffer.cast("B"), first_run, ()))
-                continue
-            target = memoryview(bytearray(source.num_bytes))
-            copy = (target[inset : inset + wanted.num_bytes], buffer.cast("B"))
-            found.append(RunRead(source, target, first_run, (copy,)))
-        return found
+    def spans(self, ranges: Sequence[ByteRange]) -> tuple[Span, ...]:
+        """What has to be read for each of these ranges."""
+        return self._spans(tuple(ranges))
 
-    def _spans_of(self, ranges: tuple[ByteRange, ...]) -> tuple[tuple[ByteRange, int, int], ...]:
-        """For each range the whole runs around it, the first of them, and where in them the range begins."""
-        spans: list[tuple[ByteRange, int, int]] = []
+    def reads(self, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> list[RunRead]:
+        """What to read for these ranges, and where to."""
+        spans = self.spans(ranges)
+        return [self.read(*one) for one in zip(spans, ranges, into, strict=True)]
+
+    def read(self, span: Span, wanted: ByteRange, buffer: memoryview) -> RunRead:
+        """How one range is read: into the caller's buffer itself where it is whole runs."""
+        if span.is_whole:
+            return RunRead(wanted, buffer if buffer.format == "B" else buffer.cast("B"), span.first_run, ())
+        target = memoryview(bytearray(span.source.num_bytes))
+        copy = (target[span.inset : span.inset + wanted.num_bytes], buffer.cast("B"))
+        return RunRead(span.source, target, span.first_run, (copy,))
+
+    def _spans_of(self, ranges: tuple[ByteRange, ...]) -> tuple[Span, ...]:
+        spans: list[Span] = []
         for wanted in ranges:
             first = bisect_right(self._starts, wanted.offset) - 1
             end = wanted.offset + wanted.num_bytes
             start, stop = self._starts[first], self._starts[bisect_right(self._starts, end - 1)]
             whole = (start, stop) == (wanted.offset, end)
             source = wanted if whole else ByteRange(start, stop - start)
-            spans.append((source, first, wanted.offset - start))
+            is_run = whole and end == self._starts[first + 1]
+            spans.append(Span(source, first, wanted.offset - start, whole, is_run))
         return tuple(spans)
 
-    def verifier(self, read: RunRead, header: Header, where: str) -> RunVerifier:
+    def verifier(self, read: RunRead | Span, header: Header, where: str) -> RunVerifier:
         """Checks the bytes of one read as they come."""
         return RunVerifier(self.run_bytes, header.checksums, read.first_run, where)
 
@@ -229,14 +246,19 @@ class RunVerifier:
                 self._left -= take
                 return
             if self._hash is None:
-                found = xxh3_64_intdigest(part)
+                found = checksum_of(part)
             else:
                 self._hash.update(part)
                 found, self._hash = self._hash.intdigest(), None
             if found != self._checksums[self._run]:
-                raise DamagedObjectError(f"{self._where} is damaged in run {self._run}: its checksum differs")
+                raise damage(self._run, self._where)
             self._run += 1
             self._left = self._run_bytes[self._run] if self._run < len(self._run_bytes) else 0
+
+
+def damage(run: int, where: str) -> DamagedObjectError:
+    """What is raised for a run whose bytes are not those that were put."""
+    return DamagedObjectError(f"{where} is damaged in run {run}: its checksum differs")
 
 
 def take(read: RunRead, data: memoryview, verifier: RunVerifier) -> None:

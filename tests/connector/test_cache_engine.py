@@ -463,6 +463,19 @@ def test_new_matched_tokens_are_never_negative_and_never_the_last(computed: int,
         assert matched == max(0, min(8 if length >= 8 else length // CHUNK * CHUNK, max(0, length - 1)) - computed)
 
 
+def test_a_tenant_that_is_not_bytes_is_refused_by_name_and_nothing_is_stored() -> None:
+    with Deployment() as run:
+        for call in (run.cache_engine.lookup, run.cache_engine.keys_of):
+            with pytest.raises(TypeError, match=r"tenant must be bytes or None, got 'ada': encode it"):
+                call(TOKENS, tenant="ada")
+        with pytest.raises(TypeError, match="tenant must be bytes"):
+            run.store(TOKENS, HERE, tenant="ada")
+        with pytest.raises(TypeError, match="tenant must be bytes"):
+            run.retrieve(TOKENS, THERE, tenant="ada")
+        assert run.references() == (0, 0, 0)
+        assert run.cache_engine.lookup(TOKENS, tenant=b"ada") == 0
+
+
 def test_tenants_and_ranks_do_not_find_one_anothers_objects() -> None:
     with Deployment() as run:
         assert run.store(TOKENS, HERE, tenant=b"ada") == 16

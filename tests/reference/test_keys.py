@@ -193,6 +193,11 @@ def test_a_space_that_means_nothing_is_refused_with_its_value(wrong: dict[str, A
         replace(SPACE, **wrong)
 
 
+def test_a_salt_that_is_not_bytes_is_refused_with_what_to_do() -> None:
+    with pytest.raises(TypeError, match="salt must be bytes, got 'ada': encode it"):
+        replace(SPACE, salt="ada")  # type: ignore[arg-type]
+
+
 def test_a_chain_goes_on_where_it_was_left() -> None:
     tokens = list(range(5 * SPACE.chunk_tokens))
     whole = chunk_keys(SPACE, tokens)

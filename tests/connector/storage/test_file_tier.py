@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella.connector.storage import file_tier
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.object_format import PAGE_BYTES
 from lamella.connector.storage.tier import DamagedObjectError, TierError
@@ -52,6 +51,18 @@ def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     with pytest.raises(ValueError, match=r"open to others \(mode 0755\): chmod 700"):
         FileTier(tmp_path, SIZE)
+
+
+def test_a_folder_that_is_not_a_path_is_refused_with_what_to_pass(tmp_path: Path) -> None:
+    folder = str(tmp_path / "kv")
+    with pytest.raises(TypeError, match=rf"folder must be a pathlib.Path, got '{folder}': pass Path\('{folder}'\)"):
+        FileTier(folder, SIZE)  # type: ignore[arg-type]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_its_name_the_code_and_a_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(TierError, match=rf"cannot use {tmp_path}/file/kv as a file tier, give a folder .*ENOTDIR"):
+        FileTier(tmp_path / "file" / "kv", SIZE)
 
 
 def test_payloads_begin_at_a_page(tmp_path: Path) -> None:
@@ -231,9 +242,7 @@ def test_a_disk_that_refuses_is_a_tier_error_with_the_path_and_the_code(tmp_path
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch) -> FaultyOs:
-    faulty = FaultyOs()
-    monkeypatch.setattr(file_tier, "os", faulty)
-    return faulty
+    return FaultyOs(monkeypatch)
 
 
 @pytest.mark.parametrize(

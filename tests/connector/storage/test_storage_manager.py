@@ -328,13 +328,12 @@ def test_on_a_throttled_wire_the_first_layer_comes_within_its_share_of_the_time(
 
 
 def test_files_are_read_by_ranges_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from lamella.connector.storage import file_tier
+    from lamella.connector.storage.file_tier import FileTier
     from tier_objects import FaultyOs
 
     layout = ObjectLayout.single(KVGeometry(16, 2, 8, 64, 2, 64), 16)
-    watched = FaultyOs()
-    monkeypatch.setattr(file_tier, "os", watched)
-    tier = file_tier.FileTier(tmp_path / "kv", layout.object_bytes, layer_runs(layout))
+    watched = FaultyOs(monkeypatch)
+    tier = FileTier(tmp_path / "kv", layout.object_bytes, layer_runs(layout))
     with Storage([tier], layout=layout) as run:
         run.only_in_tiers(KEYS[:2])
         held = run.manager.hold_prefix(KEYS[:2])

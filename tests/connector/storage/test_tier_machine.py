@@ -28,7 +28,6 @@ from hypothesis.stateful import (
 )
 
 from cache_driver import WAIT_S
-from lamella.connector.storage import file_tier
 from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.held_prefix import HeldPrefix, LayerObjects
@@ -238,9 +237,8 @@ class FileMachine(TierMachine):
 
     def make_tier(self) -> Tier:
         self.folder = Path(tempfile.mkdtemp(prefix="lamella-machine-"))
-        self.disk = FaultyOs()
         self.patched = pytest.MonkeyPatch()
-        self.patched.setattr(file_tier, "os", self.disk)
+        self.disk = FaultyOs(self.patched)
         return FileTier(
             self.folder, LAYOUT.object_bytes, layer_runs(LAYOUT), max_bytes=6 * (4096 + LAYOUT.object_bytes)
         )
@@ -274,6 +272,8 @@ class FileMachine(TierMachine):
                 ("open", errno.EACCES),
                 ("preadv", errno.ETIMEDOUT),
                 ("preadv", errno.EIO),
+                ("cached read", errno.EAGAIN),
+                ("cached read", errno.EOPNOTSUPP),
                 ("flock", errno.ENOLCK),
             ]
         )
