@@ -12,6 +12,7 @@ from rich.console import Console
 
 from lamella.cli._refusal import check_writable
 from lamella.reference.profile import DeviceProfile
+from lamella.sim.overheads import shipped_overheads
 from lamella.sim.profiles import DEFAULT_PROFILE, load_profile, shipped_profiles
 from lamella.sim.request_table import check_table_path
 from lamella.sim.strategies import Device
@@ -23,10 +24,25 @@ ProfileOption = Annotated[
 ExtrapolateOption = Annotated[
     bool, typer.Option("--extrapolate", help="Go on in straight lines where the profile was not measured.")
 ]
+OverheadsOption = Annotated[
+    str | None,
+    typer.Option(
+        help="An engine's host thread before the device: a measured set that is shipped "
+        f"({', '.join(shipped_overheads()) or 'none yet'}), or a .json file of lamella validate --overheads-out."
+    ),
+]
 OutOption = Annotated[Path, typer.Option(help="Folder for what is written; made if it is missing.")]
 SeedOption = Annotated[int, typer.Option(help="Seed of everything random.")]
 
-__all__ = ["DEFAULT_PROFILE", "ExtrapolateOption", "ModelOption", "OutOption", "ProfileOption", "SeedOption"]
+__all__ = [
+    "DEFAULT_PROFILE",
+    "ExtrapolateOption",
+    "ModelOption",
+    "OutOption",
+    "OverheadsOption",
+    "ProfileOption",
+    "SeedOption",
+]
 
 
 def open_device(profile: str, model: str | None, extrapolate: bool) -> Device:

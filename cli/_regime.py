@@ -11,6 +11,7 @@ import typer
 from lamella.cli._durations import parse_time_ns
 from lamella.cli._model import milliseconds, open_device
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
+from lamella.sim.overheads import open_overheads
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import Device, Regime
 from lamella.sim.what_if import RATE, with_compute, with_link
@@ -179,17 +180,29 @@ def parse_slo(ttft: str | None, tpot: str | None) -> Slo:
 
 
 def open_derived_device(
-    profile: str, model: str | None, link: str | None, compute_speed: float, *, extrapolate: bool
+    profile: str,
+    model: str | None,
+    link: str | None,
+    compute_speed: float,
+    *,
+    extrapolate: bool,
+    overheads: str | None = None,
 ) -> Device:
-    """The device of a profile, on another link or with another GPU if asked for.
+    """The device of a profile, on another link or with another GPU if asked for, behind an engine's host thread if any.
 
     Raises:
-        ValueError: as `open_device`, `with_link` and `with_compute`.
+        ValueError: as `open_device`, `with_link`, `with_compute` and `open_overheads`.
     """
     found = open_device(profile, model, extrapolate).profile
     if link is not None:
         found = with_link(found, link)
-    return Device(with_compute(found, compute_speed), extrapolate=extrapolate)
+    host = None if overheads is None else open_overheads(overheads)
+    return Device(
+        with_compute(found, compute_speed),
+        extrapolate=extrapolate,
+        overheads=None if host is None else host.overheads,
+        overheads_said="" if host is None else host.assumption(),
+    )
 
 
 def describe_regime(device: Device, regime: Regime) -> str:

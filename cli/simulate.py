@@ -14,6 +14,7 @@ from lamella.cli._model import (
     ExtrapolateOption,
     ModelOption,
     OutOption,
+    OverheadsOption,
     ProfileOption,
     SeedOption,
     check_out,
@@ -98,6 +99,7 @@ def simulate(
     slo_tpot: SloTpotOption = None,
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
+    overheads: OverheadsOption = None,
     extrapolate: ExtrapolateOption = False,
     table: Annotated[Path | None, typer.Option(help="Every request of every strategy, as .csv or .parquet.")] = None,
     seed: SeedOption = 0,
@@ -121,7 +123,7 @@ def simulate(
     from lamella.sim.strategies import AUTO, CANDIDATES, parse_strategy
 
     with refuse_bad_input():
-        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate)
+        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads)
         if width == "auto" and (order, release) != ("fifo", "first"):
             raise ValueError(
                 f"auto chooses width and release itself, one load after another; got {order} and {release}"
@@ -148,7 +150,8 @@ def simulate(
         if table is not None:
             rows += request_rows(str(strategy), world.records)
         if strategy == asked:
-            recording = record_world(world, device.profile.name, str(strategy), device.profile.num_layers)
+            said = (f"Assumed: {device.overheads_said}.",) if device.overheads_said else ()
+            recording = record_world(world, device.profile.name, str(strategy), device.profile.num_layers, said)
             trace = to_chrome_trace(recording)
     asked_for = outcomes[strategies.index(asked)]
     verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])

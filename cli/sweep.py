@@ -18,6 +18,7 @@ from lamella.cli._model import (
     ExtrapolateOption,
     ModelOption,
     OutOption,
+    OverheadsOption,
     ProfileOption,
     SeedOption,
     check_out,
@@ -87,6 +88,7 @@ def sweep(
     repeats: Annotated[int, typer.Option(help="Repeats with other seeds at your point.")] = 3,
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
+    overheads: OverheadsOption = None,
     extrapolate: ExtrapolateOption = False,
     engine: EngineOption = "auto",
     workers: WorkersOption = None,
@@ -108,7 +110,7 @@ def sweep(
 
     begun = time.perf_counter()
     with refuse_bad_input():
-        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate)
+        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads)
         point = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         slo = parse_slo(slo_ttft, slo_tpot)
         asked = [parse_strategy(text) for text in strategy] if strategy else None
@@ -124,7 +126,8 @@ def sweep(
         how = parse_running(engine, workers, work)
         if journal is not None:
             journal.mkdir(parents=True, exist_ok=True)
-        map_plan = plan_map(device, point.hit_tokens, rows, columns, on_map, (point.new_tokens,))
+        bare = device.with_overheads(None)
+        map_plan = plan_map(bare, point.hit_tokens, rows, columns, on_map, (point.new_tokens,))
         study_plan = plan_study(device, point, rows, at_point, requests_per_user=requests, repeats=repeats, slo=slo)
         cell_seeds(seed, 1)
 
@@ -137,7 +140,7 @@ def sweep(
         mapped = time.perf_counter()
         with progress_bar("your point", len(study_plan.concurrencies) * repeats) as advance:
             study = compute_study(study_plan, seed, where("point", advance))
-    checked = check_in_world(device, regime_map, seed)
+    checked = check_in_world(bare, regime_map, seed)
     document = sweep_document(device, regime_map, study, slo, seed, checked)
 
     typer.echo(describe_regime(device, point))

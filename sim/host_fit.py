@@ -25,6 +25,8 @@ DEVICE_BOUND: Final = 1.1
 """A step whose device time is so much longer than its launch shows what the device takes."""
 SURE: Final = 1.2
 """Times a launch's mean, so that a launch that took longer than usual is not taken for one that stood."""
+FAR: Final = 1.5
+"""Lengths so many times apart show a slope."""
 FEWEST: Final = 3
 """Observations that a part needs."""
 MIB: Final = 1 << 20
@@ -93,9 +95,7 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
     rows = _rows(moments, device, errors)
     rowed = device.with_overheads(Overheads(prefill_rows=rows))
     part("beside_permille", lambda one: (WHOLE * ratio for ratio in _ratios(one, rowed, 0.98, 1.0)), least=WHOLE)
-    launches = {"full_launch_ns": found.get("launch_ns", 0)}
-    if run.full_graphs:
-        launches = {"full_launch_ns": found.get("launch_ns", 0), "launch_ns": found.get("launch_ns", 0)}
+    launches = {"full_launch_ns": found.get("launch_ns", 0)} if run.full_graphs else {}
     return Fit(
         Overheads(**{**found, **launches, "captured_tokens": captured, "prefill_rows": rows}),  # type: ignore[arg-type]
         errors,
@@ -269,7 +269,8 @@ def _line(points: Sequence[Point]) -> _Line | None:
     kept = [(tokens, value) for tokens, value in points if value <= ODD * middle] or list(points)
     mean = statistics.fmean(value for _, value in kept)
     at = statistics.fmean(tokens for tokens, _ in kept)
-    spread = sum((tokens - at) ** 2 for tokens, _ in kept)
+    lengths = [tokens for tokens, _ in kept]
+    spread = sum((tokens - at) ** 2 for tokens in lengths) if max(lengths) >= FAR * min(lengths) else 0.0
     slope = sum((tokens - at) * (value - mean) for tokens, value in kept) / spread if spread else 0.0
     slope = min(max(0.0, slope), max(0.0, mean) / at if at else 0.0)
     error = statistics.stdev(value - slope * tokens for tokens, value in kept) / math.sqrt(len(kept))

@@ -27,7 +27,7 @@ class Overheads:
     Attributes:
         pass_ns: from a token's hand-out to the begin of the next pass's forward: scheduling, inputs.
         launch_ns: launching a forward of at most `captured_tokens` tokens with piecewise graphs.
-        full_launch_ns: the same as one captured graph, where nothing waits for layers.
+        full_launch_ns: the same as one captured graph, where nothing waits for layers; 0 where it was not measured.
         prefill_launch_ns: launching a forward of more tokens.
         captured_tokens: up to so many the engine replays captured graphs.
         gate_ns: launching a layer takes so much longer for each released load that had not landed when the pass began.
@@ -142,6 +142,7 @@ class MeasuredOverheads:
             f"overheads of {self.engine}, measured ({self.source}): a step takes the host {one.launch_ns / 1e6:.1f} ms "
             f"to launch, one with a prefill {one.prefill_launch_ns / 1e6:.1f}, and {one.pass_ns / 1e6:.1f} to prepare; "
             "it schedules a step ahead, so a token is handed out only when the next step is launched"
+            + ("" if one.full_launch_ns else "; launching a captured step that waits for no layer was not measured: 0")
         )
 
 

@@ -116,11 +116,10 @@ def predict(
         settings,
         hardware=device.hardware(Hardware(tiers=tiers, both_busy=both_busy if cell.stores else FULL_SPEED)),
         make_engine=partial(
-            device.engine(strategy),
+            device.engine(strategy, seed),
             full_graphs=run.full_graphs and not strategy.waits,
             inputs_behind_ns=behind_ns,
             joins_at_once=model.joins_at_once,
-            seed=seed,
         ),
     )
     for _ in range(cell.bystanders):

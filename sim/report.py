@@ -16,7 +16,7 @@ from lamella.sim.what_if import derivations
 SCHEMA_VERSION: Final = 2
 
 BURST: Final = (
-    "in the map C requests arrive together, alone on the device; answers are computed by the max-plus recursion",
+    "in the map C requests arrive together, alone on the bare device; answers are computed by the max-plus recursion",
     "requests are identical; the link is serial and carries nothing else; KV fits",
 )
 SERVING: Final = (
@@ -33,6 +33,10 @@ def profile_lines(device: Device) -> list[str]:
     profile = device.profile
     lines = [f"profile {profile.name}, measured {profile.sources[0].measured}: {profile.regimes()}"]
     lines += derivations(profile)
+    if device.overheads is None:
+        lines.append("steps follow each other on the bare device: --overheads adds an engine's host thread")
+    else:
+        lines.append(device.overheads_said)
     lines.append(
         "outside what was measured it goes on in straight lines, as --extrapolate asked"
         if device.extrapolate

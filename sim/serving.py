@@ -129,7 +129,7 @@ def run_world(
             on_finish=on_finish,
             keep_steps=keep,
             keep_slices=keep,
-            make_engine=device.engine(strategy),
+            make_engine=device.engine(strategy, seed),
         )
 
     tier = hardware.tiers[0].name if hardware is not None and hardware.tiers else ""

@@ -136,14 +136,21 @@ class Device:
         extrapolate: go on in straight lines where the profile was not measured; False refuses there.
         overheads: of an engine's host side, which then schedules ahead (`lamella.sim.ahead`); None: the bare device,
             whose steps follow each other.
+        overheads_said: where those come from, in a sentence; empty without them.
     """
 
     def __init__(
-        self, profile: DeviceProfile, *, extrapolate: bool = False, overheads: Overheads | None = None
+        self,
+        profile: DeviceProfile,
+        *,
+        extrapolate: bool = False,
+        overheads: Overheads | None = None,
+        overheads_said: str = "",
     ) -> None:
         self.profile = profile
         self.extrapolate = extrapolate
         self.overheads = overheads
+        self.overheads_said = overheads_said
         computing = profile
         for tokens, permille in overheads.prefill_rows if overheads is not None else ():
             computing = replace(computing, prefill=computing.prefill.with_row(tokens, permille / WHOLE))
@@ -198,12 +205,17 @@ class Device:
         """The device's own step times."""
         return self._compute[Graphs.FULL]
 
-    def engine(self, strategy: Strategy) -> Callable[..., Engine]:
-        """What makes the world's engine: one that chooses for each request, or one that does as it is told."""
+    def engine(self, strategy: Strategy, seed: int | None = None) -> Callable[..., Engine]:
+        """What makes the world's engine: one that chooses for each request, or one that does as it is told.
+
+        Args:
+            strategy: how hits reach it.
+            seed: for the scatter of the host's times; None: they do not scatter.
+        """
         made: Callable[..., Engine] = AutoEngine if strategy.chooses else Engine
         if self.overheads is not None:
             kind = AutoAheadEngine if strategy.chooses else AheadEngine
-            made = partial(kind, overheads=self.overheads, full_graphs=not strategy.waits)
+            made = partial(kind, overheads=self.overheads, full_graphs=not strategy.waits, seed=seed)
         return partial(made, policy=AutoPolicy(self.profile), load_of=self._load_of) if strategy.chooses else made
 
     def hardware(self, hardware: Hardware | None = None) -> Hardware:
