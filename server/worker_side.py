@@ -77,7 +77,7 @@ class WorkerSide:
         """The way of a load was walked once with nothing to move, so that the lane is awake and its code in the caches.
 
         Between loads an engine computes, and by the next one both have gone cold: the first window of a load then began
-        0.2 to 0.3 ms later than it does behind another (CPU device, `tests/server_stages.py`).
+        0.2 to 0.3 ms later than it does behind another (CPU device, `benchmarks/server_stages.py`).
         """
         with suppress(TransferStopped):  # the load itself will say so
             self._engine.submit(

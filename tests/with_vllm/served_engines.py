@@ -29,8 +29,13 @@ def until_served(server: ServerProcess) -> None:
 
 def on(server: ServerProcess, model: Path, *, paced: bool = False, **more: Any) -> LiveEngine:
     """An engine whose objects that server keeps."""
+    return on_folder(server.folder, model, paced=paced, **more)
+
+
+def on_folder(folder: Path, model: Path, *, paced: bool = False, **more: Any) -> LiveEngine:
+    """An engine whose objects the server of that folder keeps."""
     options = {"num_gpu_blocks_override": 40 if paced else 100, **more.pop("options", {})}
-    live = LiveEngine(model, {**EXTRA, "server": str(server.folder), **more}, paced=paced, **options)
+    live = LiveEngine(model, {**EXTRA, "server": str(folder), **more}, paced=paced, **options)
     live.side.objects._answer_s = 5.0  # the machine that runs the tests may be busy
     live.wait_until(lambda: live.worker.mover._mover.ready_slots > 0)
     time.sleep(1.0)  # the server hears of them with the next ping
