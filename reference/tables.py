@@ -88,10 +88,6 @@ class PrefillTable:
         per_cached_token = (self.alone_ns(farthest, tokens) - nothing_cached) / farthest
         return nothing_cached - per_cached_token * tokens / 2
 
-    def attention_ns(self, cached: int, new: int) -> float:
-        """`new` tokens looking at the cached ones and at themselves."""
-        return self.alone_ns(cached, new) - self.dense_ns(new)
-
 
 @dataclass(frozen=True, slots=True)
 class DecodeTable:
@@ -252,7 +248,7 @@ class MeasuredCompute:
             return round(table.alone_ns(*prefills[0]))
         time = self._dense_ns(sum(new for _, new in prefills) + decode_batch)
         for cached, new in prefills:
-            time += table.alone_ns(cached, new) - self._dense_ns(new)  # table.attention_ns
+            time += self.attention_ns(cached, new)
         if decode_batch:
             curve = self._curve(decode_batch)
             time += curve.at(decode_context_tokens / decode_batch) - curve.at(0)
@@ -268,6 +264,10 @@ class MeasuredCompute:
         if self._begin[:2] != (batch, context_tokens):  # a stretch is asked about several of its ends
             self._begin = (batch, context_tokens, math.floor(curve.integral(context_tokens / batch)))
         return math.floor(curve.integral((context_tokens + num_steps * batch) / batch)) - self._begin[2]
+
+    def attention_ns(self, cached: int, new: int) -> float:
+        """`new` tokens looking at the cached ones and at themselves."""
+        return self._prefill.alone_ns(cached, new) - self._dense_ns(new)
 
     def _dense_ns(self, tokens: int) -> float:
         found = self._dense.get(tokens)

@@ -66,13 +66,23 @@ def test_more_cached_or_more_new_tokens_never_cost_less_in_a_monotone_table(
 def test_matrix_products_and_attention_add_up_to_the_prefill(table: PrefillTable, data: st.DataObject) -> None:
     cached = data.draw(st.integers(0, table.cached_tokens[-1]))
     new = data.draw(st.integers(1, table.new_tokens[-1]))
-    parts = table.dense_ns(new) + table.attention_ns(cached, new)
+    parts = table.dense_ns(new) + MeasuredCompute(table, DECODE, 1).attention_ns(cached, new)
     assert parts == pytest.approx(table.alone_ns(cached, new), rel=1e-12)
 
 
 def test_a_step_of_one_prefill_costs_the_same_by_the_rule_for_batches() -> None:
-    together = PREFILL.dense_ns(700) + PREFILL.attention_ns(2500, 700)
-    assert MeasuredCompute(PREFILL, DECODE, 1).step_ns([(2500, 700)], 0, 0) == round(together)
+    compute = MeasuredCompute(PREFILL, DECODE, 1)
+    together = PREFILL.dense_ns(700) + compute.attention_ns(2500, 700)
+    assert compute.step_ns([(2500, 700)], 0, 0) == round(together)
+
+
+def test_a_row_of_its_own_changes_what_lies_between_its_neighbours_and_nothing_else() -> None:
+    rowed = PREFILL.with_row(1024, 1.1)
+    assert rowed.new_tokens == (16, 512, 1024, 2048)
+    assert rowed.alone_ns(1000, 1024) == pytest.approx(1.1 * PREFILL.alone_ns(1000, 1024), abs=0.5)
+    assert rowed.alone_ns(1000, 800) > PREFILL.alone_ns(1000, 800)
+    assert rowed.alone_ns(1000, 300) == PREFILL.alone_ns(1000, 300)
+    assert PREFILL.with_row(512, 2.0).step_ns[1] == (240, 300, 480), "a node that is there is replaced"
 
 
 def test_fewer_new_tokens_than_measured_cost_what_the_fewest_cost() -> None:
