@@ -122,6 +122,11 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         settings = ConnectorSettings.from_mapping(extra_config)
         return settings.waits_in_forward and not settings.graph_waits
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Nobody waits for what is stored: what is lost is a miss later, and no reason to compute a request again."""
+        return False
+
     # ---- the worker's hooks, in the order of a step
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 A prompt whose last token alone is computed makes the replayed step: the request that loads and one that shares its
 blocks both decode over KV that needs some ten milliseconds to land, where the graph alone takes one. Blocks hold 7.0
-beforehand, so a layer read early shows.
+beforehand, so a layer read early shows. What is right is what the same two requests answer when they hit the engine's
+own cache: then they make the same steps, with everything there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lamella.cuda_ext.arrival import AfterEvent
 from lamella.cuda_ext.torch import event_handle
 from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
-from with_vllm.live_engine import ON_GPU, Answer, LiveEngine, prompt
+from with_vllm.live_engine import ON_GPU, Answer, LiveEngine, Tolerance, prompt
 from with_vllm.tiny_llama import write_tiny_llama
 
 pytestmark = [
@@ -68,6 +69,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
 def leaves_nothing_behind(full: LiveEngine) -> Iterator[None]:
     yield
     full.worker.loads._hooks_bypassed = False
+    full.worker.engine.plant_fault(Direction.RETRIEVE, -1)  # none, whether one was met or not
     full.outputs.clear()
     full.settle()
     assert full.side.book.num_held == 0
@@ -117,6 +119,39 @@ def loaded_and_shared(live: LiveEngine) -> list[Answer]:
     return live.finish("r1", "r2")
 
 
+def stored(live: LiveEngine) -> list[Answer]:
+    """What both must answer; P is in the host pool afterwards, and nowhere else."""
+    live.stored(P, 1)
+    with live.nothing_loaded():
+        live.generate(P, 1)
+        answers = loaded_and_shared(live)
+    assert [answer.cached for answer in answers] == [HIT, HIT], "the yardstick hits the engine's own cache"
+    live.forget_blocks()
+    return answers
+
+
+def told(answers: list[Answer], right: list[Answer], met: list[list[int]]) -> str:
+    """All that is known of answers that are not as they should be."""
+    apart = [answer.deviation(own) for answer, own in zip(answers, right, strict=True)]
+    return (
+        f"apart {apart}, tolerated {Tolerance.logprob}; ended {[answer.reason for answer in answers]}; hits "
+        f"{[answer.cached for answer in answers]}; layers landed at each replay {met}; tokens "
+        f"{[answer.tokens for answer in answers]}, right {[own.tokens for own in right]}"
+    )
+
+
+def all_same(answers: list[Answer], right: list[Answer]) -> bool:
+    return all(answer.same(own) for answer, own in zip(answers, right, strict=True))
+
+
+def windows_of_a_load(live: LiveEngine) -> int:
+    """Windows in which P's load moves."""
+    before = live.worker.engine.lane(Direction.RETRIEVE).windows
+    loaded_and_shared(live)
+    live.forget_blocks()
+    return int(live.worker.engine.lane(Direction.RETRIEVE).windows - before)
+
+
 @contextmanager
 def instead(owner: Any, name: str, does: Callable[..., Any]) -> Iterator[None]:
     setattr(owner, name, does)
@@ -128,13 +163,13 @@ def instead(owner: Any, name: str, does: Callable[..., Any]) -> Iterator[None]:
 
 @pytest.mark.known_fault(17)
 def test_a_full_graph_replayed_over_a_landing_load_reads_no_layer_early(full: LiveEngine) -> None:
-    computed = full.stored(P)
+    right = stored(full)
     met: list[list[int]] = []
     for _repetition in range(5):
         with replays(full) as seen:
             answers = loaded_and_shared(full)
         met += [landed for landed in seen if landed]
-        assert all(answer.same(computed) for answer in answers)
+        assert all_same(answers, right), told(answers, right, seen)
         assert [answer.cached for answer in answers] == [HIT, HIT]
         assert not full.worker.loads.hooks_bypassed
         full.forget_blocks()
@@ -143,28 +178,32 @@ def test_a_full_graph_replayed_over_a_landing_load_reads_no_layer_early(full: Li
 
 
 def test_control_without_the_gate_the_graph_reads_what_has_not_landed(full: LiveEngine) -> None:
-    computed = full.stored(P)
-    with instead(full.worker.captured, "gate", lambda transfer, stream: True):
-        first, _sharer = loaded_and_shared(full)
-    assert not first.same(computed)
+    right = stored(full)
+    with instead(full.worker.captured, "gate", lambda transfer, stream: True), replays(full) as seen:
+        answers = loaded_and_shared(full)
+    assert not answers[0].same(right[0]), told(answers, right, seen)
 
 
 def test_a_replay_that_was_not_gated_fails_its_loads_and_releases_are_whole_from_then_on(full: LiveEngine) -> None:
-    computed = full.stored(P)
-    with instead(full.worker.captured, "may_replay", lambda orders: False):
-        first, sharer = loaded_and_shared(full)
-    assert first.reason == "error"
-    assert sharer.reason == "error" or sharer.same(computed)  # it shared the blocks, or loaded them anew
+    right = stored(full)
+    with instead(full.worker.captured, "may_replay", lambda orders: False), replays(full) as seen:
+        answers = loaded_and_shared(full)
+    first, sharer = answers
+    assert first.reason == "error", told(answers, right, seen)
+    # it shared the blocks, or loaded them anew
+    assert sharer.reason == "error" or sharer.same(right[1]), told(answers, right, seen)
     assert full.worker.loads.hooks_bypassed
 
 
 def test_a_copy_that_fails_behind_a_replay_is_reported_in_that_step(full: LiveEngine) -> None:
-    full.stored(P)
-    lane = full.worker.engine.lane(Direction.RETRIEVE)
-    windows_a_slice = -(-HIT * 8192 // (8 << 20))
-    full.worker.engine.plant_fault(Direction.RETRIEVE, lane.windows + 5 * windows_a_slice, on_completion=True)
-    first, _sharer = loaded_and_shared(full)
-    assert (first.reason, first.tokens) == ("error", ())
+    right = stored(full)
+    reached = 5 * windows_of_a_load(full) // LAYERS
+    begun = full.worker.engine.lane(Direction.RETRIEVE).windows
+    full.worker.engine.plant_fault(Direction.RETRIEVE, begun + reached, on_completion=True)
+    with replays(full) as seen:
+        answers = loaded_and_shared(full)
+    assert full.worker.engine.lane(Direction.RETRIEVE).windows > begun + reached, "the planted fault was not met"
+    assert (answers[0].reason, answers[0].tokens) == ("error", ()), told(answers, right, seen)
 
 
 def test_a_graph_that_waits_for_a_write_that_does_not_come_is_let_go_within_the_bound(full: LiveEngine) -> None:

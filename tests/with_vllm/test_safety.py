@@ -230,3 +230,8 @@ def test_a_load_moves_nothing_before_it_is_let(engine: LiveEngine) -> None:
     assert engine.gate.live == 1
     engine.land(load)
     assert engine.finish("r1")[0].same(computed)
+
+
+def test_no_request_is_computed_again_for_the_sake_of_what_is_stored(engine: LiveEngine) -> None:
+    assert not getattr(engine.scheduler, "requires_kv_delivery", False)  # asked from 0.27 on
+    assert not engine.connector.requires_kv_delivery

@@ -2,9 +2,11 @@
 # upstream.sh FOLDER PYTHON : vLLM's own scheduler-side tests, unpacked from the source package of 0.32.0 into FOLDER and
 # re-pointed at LamellaConnector (repointed.py). The wheel has no tests, so pip unpacks the source package and then fails
 # to prepare it for want of build tools; --no-clean leaves the tree. Needs pytest-asyncio and tblib beside pytest.
+# Of the general scheduler tests those that have a connector, except with a mock that answers in its place.
 set -uo pipefail
 folder=${1:?usage: upstream.sh FOLDER PYTHON}
 python=${2:?usage: upstream.sh FOLDER PYTHON}
+python=$(cd "$(dirname "$python")" && pwd)/$(basename "$python")
 here=$(cd "$(dirname "$0")" && pwd)
 mkdir -p "$folder" && folder=$(cd "$folder" && pwd)
 if [ ! -d "$folder/tests" ]; then
@@ -25,12 +27,22 @@ if [ ! -d "$folder/tests" ]; then
 JSON
 fi
 unit=$folder/tests/v1/kv_connector/unit
+core=$folder/tests/v1/core
 sed -i 's|kv_connector: str = "NixlConnector",|kv_connector: str = "RepointedConnector",|;
         s|kv_connector_module_path=kv_connector_module_path,|kv_connector_module_path=kv_connector_module_path or ("with_vllm.repointed" if kv_connector == "RepointedConnector" else None),|' "$unit/utils.py"
+sed -i 's|if isinstance(use_kv_connector, MockKVConfig):|if isinstance(use_kv_connector, MockKVConfig) and use_kv_connector.matched_tokens:|;
+        s|kv_connector="ExampleConnector",|kv_connector="RepointedConnector", kv_connector_module_path="with_vllm.repointed",|;
+        s|kv_connector_extra_config={"shared_storage_path": "local_storage"},||' "$core/utils.py" "$core/test_scheduler.py"
 mapfile -t left_out < <(sed -n 's/^[a-z-]* \(tests\/.*\)$/--deselect=\1/p' "$here/upstream_differences.txt")
 cd "$folder"
 export HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind OMP_NUM_THREADS=1
 PYTHONPATH=$here/..${PYTHONPATH:+:$PYTHONPATH} "$python" -m pytest -q -p no:cacheprovider -p no:logging --disable-warnings \
     --tb=line "${left_out[@]}" "$unit"/test_{remote_prefill_lifecycle,remote_decode_lifecycle,kv_connector_lifecycle}.py \
     "$unit"/test_{cache_pollution_prevention,error_propagation,invalid_blocks_correctness,kv_load_failure_recovery}.py \
-    "$unit"/test_{output_aggregator,scheduler_kv_connector_override}.py
+    "$unit"/test_{output_aggregator,scheduler_kv_connector_override}.py \
+    "$core"/test_async_scheduler.py::test_{connector_metadata_precedes_async_placeholder_advance,kv_pressure_preempt_mid_handoff} \
+    "$core"/test_async_scheduler.py::test_requires_kv_delivery_defaults_to_producer_role \
+    "$core"/test_deferred_block_free.py::test_gate_enabled_for_async_consumer \
+    "$core"/test_scheduler.py::test_{abort_request_finished_recving,abort_request_waiting_for_remote_kvs} \
+    "$core"/test_scheduler.py::test_{delayed_kv_connector_free_keeps_scheduler_active,prepend_skipped_requests_order} \
+    "$core"/test_scheduler.py::test_{prefix_cache_query_not_inflated_by_connector_defer,priority_scheduling_preemption_and_resumption_when_out_of_kv}
