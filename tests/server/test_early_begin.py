@@ -1,0 +1,189 @@
+"""A retrieve begins as soon as it is ordered: what is done before it, beside it and after it, and in which order."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lamella.cuda_ext._library import LibraryMissingError
+from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.transfer import Transfer
+from lamella.reference.plan import Direction
+from lamella.server.cache_mover import CacheMover
+from lamella.server.connection import Connection, ServerLostError
+from lamella.server.endpoint import make_folder
+from lamella.server.moves import Line
+from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsReport
+from lamella.server.worker import Worker
+from rank_driver import RankMemory, ServerProcess, join, keys_of, load, serving, store, until
+
+try:
+    TransferEngine("cpu", num_layers=1).close()
+except LibraryMissingError as _missing:
+    pytest.skip(str(_missing), allow_module_level=True)
+
+HERE, THERE = range(16), tuple(range(20, 36))[::-1]
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[ServerProcess]:
+    with serving(tmp_path / "s", "--memory", "4MiB") as process:
+        yield process
+
+
+@pytest.fixture
+def memory() -> Iterator[RankMemory]:
+    made = RankMemory()
+    yield made
+    made.close()
+
+
+def _engine(worker: Worker) -> TransferEngine:
+    assert worker.engine is not None
+    return worker.engine
+
+
+def _windows(worker: Worker) -> int:
+    return _engine(worker).lane(Direction.RETRIEVE).windows
+
+
+def _parts(worker: Worker) -> float:
+    figures = worker.session.stats().figures
+    return sum(value for name, value in figures.items() if name.startswith("lamella_server_parts"))
+
+
+def test_a_release_never_overtakes_its_retrieve(
+    server: ServerProcess, memory: RankMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SRV-6: the server knows nothing any more of a lease that was let go of; here the copy ends before it is named."""
+    said: list[type[Message]] = []
+    ask, submit = Line.ask, TransferEngine.submit
+
+    def heard(self: Line, message: Message) -> Future[Any]:
+        said.append(type(message))
+        return ask(self, message)
+
+    def until_drained(self: TransferEngine, *args: Any, **options: Any) -> Transfer:
+        drained, done = options.get("on_drained"), threading.Event()
+        if drained is not None:
+            options["on_drained"] = lambda: (drained(), done.set())
+        transfer = submit(self, *args, **options)
+        assert drained is None or done.wait(WAIT_S)
+        return transfer
+
+    with join(server.folder, memory) as worker:
+        keys = keys_of(memory, range(64))
+        store(worker, memory, keys, HERE)
+        memory.poison()
+        monkeypatch.setattr(Line, "ask", heard)
+        monkeypatch.setattr(TransferEngine, "submit", until_drained)
+        number, _locked = load(worker, keys, THERE)
+        reports = until(worker, lambda report: number in report.loads)
+        assert reports[-1].loads[number].ok
+        assert said == [Retrieve, Release]
+        assert memory.right_layers(keys, THERE) == list(range(32))
+
+
+def test_a_retrieve_that_cannot_be_ordered_gives_its_lock_back(
+    server: ServerProcess, memory: RankMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submit = TransferEngine.submit
+
+    def refuse(self: TransferEngine, *args: Any, **options: Any) -> Transfer:
+        if options.get("on_drained") is None:  # what a lookup sends ahead
+            return submit(self, *args, **options)
+        raise ValueError("these blocks cannot be")
+
+    with join(server.folder, memory) as worker:
+        keys = keys_of(memory, range(64))
+        store(worker, memory, keys, HERE)
+        monkeypatch.setattr(TransferEngine, "submit", refuse)
+        number, _locked = load(worker, keys, THERE)
+        reports = until(worker, lambda report: number in report.loads)
+        assert not reports[-1].loads[number].ok
+        assert worker.arrivals.num_free == 64
+        _until(lambda: _parts(worker) == 0, "the server holds nothing for it")
+
+
+def test_a_lookup_walks_the_way_of_a_load_once_and_only_where_nothing_is_loaded(
+    server: ServerProcess, memory: RankMemory
+) -> None:
+    paced = {"paced": True, "window_bytes": 2048, "staging_bytes": 8192, "in_flight_bytes": 4096}
+    with join(server.folder, memory, engine_options=paced) as worker:
+        keys = keys_of(memory, range(64))
+        before = _windows(worker)
+        assert worker.lookup(keys).num_chunks == 0
+        _until(lambda: _windows(worker) == before + 1, "one window without a byte")
+        _engine(worker).grant(Direction.STORE, 1 << 20)
+        store(worker, memory, keys, HERE)
+        memory.poison()
+        number, _locked = load(worker, keys, THERE)
+        _engine(worker).grant(Direction.RETRIEVE, 4)  # two lookups, and a first slice of two windows
+        until(worker, lambda report: "r" in report.received)
+        worker.give_back(worker.lookup(keys))
+        assert _engine(worker).lane(Direction.RETRIEVE).live_transfers == 1, "a load is under way: nothing is cold"
+        _engine(worker).grant(Direction.RETRIEVE, 1 << 20)
+        until(worker, lambda report: number in report.loads)
+        assert memory.right_layers(keys, THERE) == list(range(32))
+        assert memory.is_poisoned_outside(THERE)
+
+
+def test_a_lookup_of_a_worker_whose_engine_has_stopped_is_answered(server: ServerProcess, memory: RankMemory) -> None:
+    with join(server.folder, memory) as worker:
+        keys = keys_of(memory, range(64))
+        store(worker, memory, keys, HERE)
+        _engine(worker).close()
+        found = worker.lookup(keys)
+        assert found.num_chunks == len(keys)
+        worker.give_back(found)
+
+
+def test_a_mover_that_is_closed_or_moving_is_not_roused(memory: RankMemory) -> None:
+    from lamella.cuda_ext.peer_memory import export_caches
+
+    caches = memory.caches
+    mover = CacheMover(
+        export_caches("cpu", caches.engines, caches.shared), caches.layout, allow_kernels=True
+    )  # without kernels only runs that match the blocks
+    before = mover.engine.lane(Direction.RETRIEVE).windows
+    mover.rouse()
+    _until(lambda: mover.engine.lane(Direction.RETRIEVE).windows == before + 1, "one window without a byte")
+    mover._moves.add(mover._move_nothing())
+    _until(lambda: mover.engine.lane(Direction.RETRIEVE).windows == before + 2, "that one too")
+    mover.rouse()
+    time.sleep(0.05)
+    assert mover.engine.lane(Direction.RETRIEVE).windows == before + 2
+    mover.close()
+    mover.rouse()
+
+
+def test_what_is_to_be_done_meanwhile_is_done_while_the_answer_is_on_its_way(server: ServerProcess) -> None:
+    _until(lambda: (server.folder / "server.sock").exists(), "it serves")
+    with Connection(server.folder) as connection:
+        open_then: list[int] = []
+        connection.call(Stats(), StatsReport, meanwhile=lambda: open_then.append(connection.num_open))
+        assert open_then == [1]
+        assert connection.num_open == 0
+
+
+def test_a_connection_to_nobody_says_so_within_its_bound(tmp_path: Path) -> None:
+    make_folder(tmp_path / "s")
+    with Connection(tmp_path / "s", timeout_s=0.3) as connection:
+        began = time.monotonic()
+        with pytest.raises(ServerLostError, match="no server answers there"):
+            connection.call(Stats(), StatsReport)
+        assert 0.25 < time.monotonic() - began < 5.0
+
+
+def _until(holds: Any, what: str) -> None:
+    end = time.monotonic() + WAIT_S
+    while not holds():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
