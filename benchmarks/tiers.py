@@ -10,7 +10,7 @@ time of the tier, with least and most beside it. Every arm's first turn is left 
 - files: `os.preadv` of the ranges into the same buffers, files opened beforehand. Warm: both arms find everything in
   the page cache. Cold: the files are dropped from the page cache before either arm's turn (`posix_fadvise`), which
   reaches the disk only as far as nothing below the guest caches. The tier checks every byte's checksum, the plain arm
-  none. Both are one thread.
+  none. The plain arm is one thread; so is the tier's, but for what it has to wait for, which up to four threads read.
 - redis: a loop of the client's own `getrange`, one a range; what it returns is left as it is. The tier asks for a slice
   of all objects together, checks, and copies into the caller's buffers. Always warm: a server holds values in memory.
 - s3: a loop of the client's own `get_range`, one a range, against moto, a server for tests in Python: what it gives is

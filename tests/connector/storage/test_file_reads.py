@@ -242,6 +242,33 @@ def test_a_thread_of_ours_that_fails_otherwise_is_not_taken_for_a_miss(kept: Kep
     raise AssertionError("no other thread ever read")
 
 
+def test_a_caller_that_is_interrupted_gets_its_buffers_back_only_when_nobody_reads(kept: Kept) -> None:
+    kept.disk.cached_bytes = {kept.place(number): 0 for number in range(6)}
+    reading = threading.Event()
+    ended: list[str] = []
+    inner = kept.disk.preadv
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if flags or offset < PAGE_BYTES:
+            return inner(descriptor, buffers, offset, flags)
+        if threading.current_thread() is threading.main_thread():
+            reading.wait(WAIT_S)
+            raise KeyboardInterrupt
+        reading.set()
+        threading.Event().wait(0.2)
+        ended.append(threading.current_thread().name)
+        return inner(descriptor, buffers, offset, flags)
+
+    kept.disk.preadv = preadv  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        kept.read()
+    count = len(ended)
+    assert 1 <= count <= 3
+    assert kept.disk.open_now == {}
+    threading.Event().wait(0.4)
+    assert len(ended) == count, "no object was taken after the caller had gone"
+
+
 # ---- files that stay open from slice to slice
 
 
@@ -268,6 +295,17 @@ def test_an_object_put_anew_between_two_slices_is_served_with_its_new_bytes(kept
     other = FileTier(Path(kept.tier.name.removeprefix("file:")), SIZE, RUNS)
     other.delete(key(0))
     other.put(key(0), memoryview(content(50, SIZE)))
+    buffer = bytearray(4 * KIB)
+    kept.tier.get_ranges(key(0), [ByteRange(0, 4 * KIB)], [memoryview(buffer)])
+    assert buffer == content(50, SIZE)[: 4 * KIB]
+
+
+def test_a_file_whose_whole_object_was_replaced_in_place_is_served_with_its_new_bytes(kept: Kept) -> None:
+    kept.read(LAYER)
+    other = FileTier(Path(kept.place(0)).parents[4] / "other", SIZE, RUNS)
+    other.put(key(0), memoryview(content(50, SIZE)))
+    with open(kept.place(0), "r+b") as file:
+        file.write(other.path_of(key(0)).read_bytes())
     buffer = bytearray(4 * KIB)
     kept.tier.get_ranges(key(0), [ByteRange(0, 4 * KIB)], [memoryview(buffer)])
     assert buffer == content(50, SIZE)[: 4 * KIB]
