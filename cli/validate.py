@@ -20,7 +20,9 @@ def register(app: typer.Typer) -> None:
 def validate(
     results: Annotated[
         list[Path],
-        typer.Argument(help="Recorded runs, JSON lines of benchmarks/vllm_concurrency.py; several of one engine."),
+        typer.Argument(
+            help="Recorded runs, JSON lines of benchmarks/vllm_concurrency.py, also as .xz; several of one engine."
+        ),
     ],
     split: Annotated[
         Path, typer.Option(help='JSON with two lists of cells: {"calibrate": [...], "test": [...]}.')
@@ -82,13 +84,17 @@ def validate(
 
 
 def _text(path: Path) -> str:
-    """The file's text.
+    """The file's text, of an `.xz` file what is packed in it.
 
     Raises:
-        ValueError: it is not text.
+        ValueError: it is not text, or not packed as its name says.
         OSError: it cannot be read.
     """
+    import lzma
+
     try:
-        return path.read_text("utf-8")
+        return (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode("utf-8")
+    except lzma.LZMAError as error:
+        raise ValueError(f"{path} is not an .xz file: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file: {error}") from error

@@ -250,13 +250,12 @@ class Engine(StepRunner):
         instants: list[tuple[Job, int]] = []
         for job, landings in self._loads.forecast(coming) if coming else ():
             tokens = self._scheduler.first_chunk_tokens(job)
+            arrival_ns: list[int] = []  # by layer
+            for landing, layers in zip(landings, job.request.load.slice_layers, strict=True):
+                arrival_ns += [landing] * layers
             view = ReleaseView(
                 now_ns=self._clock.now_ns,
-                arrival_ns=tuple(
-                    landing
-                    for landing, layers in zip(landings, job.request.load.slice_layers, strict=True)
-                    for _ in range(layers)
-                ),
+                arrival_ns=tuple(arrival_ns),
                 layer_compute_ns=self._forecast_layers_ns(job, tokens),
                 start_delay_ns=self._settings.start_delay_ns,
                 step_ns=away_ns,

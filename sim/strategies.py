@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Final
 
 from lamella.reference.auto import AutoPolicy
@@ -216,7 +216,11 @@ class Device:
         if self.overheads is not None:
             kind = AutoAheadEngine if strategy.chooses else AheadEngine
             made = partial(kind, overheads=self.overheads, full_graphs=not strategy.waits, seed=seed)
-        return partial(made, policy=AutoPolicy(self.profile), load_of=self._load_of) if strategy.chooses else made
+        return partial(made, policy=self._policy, load_of=self._load_of) if strategy.chooses else made
+
+    @cached_property
+    def _policy(self) -> AutoPolicy:
+        return AutoPolicy(self.profile)
 
     def hardware(self, hardware: Hardware | None = None) -> Hardware:
         """The way of a load, with what the host adds before its first slice."""

@@ -1,6 +1,7 @@
 """`lamella validate`: a run that the model itself made is predicted to the microsecond; one that it did not, is not."""
 
 import json
+import lzma
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,18 @@ def test_without_a_split_it_says_how_to_name_one(tmp_path: Path, monkeypatch: py
     result = run(made)
     assert result.exit_code == 2
     assert "validation-split.json is not there; name with --split" in " ".join(result.stderr.split())
+
+
+def test_a_packed_run_is_read_as_it_is(tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    packed = tmp_path / "run.jsonl.xz"
+    packed.write_bytes(lzma.compress(made.read_bytes()))
+    plain, same = (run(path, "--split", split, "--overheads", no_overheads) for path in (made, packed))
+    assert (same.exit_code, same.stdout) == (0, plain.stdout)
+    packed.write_bytes(made.read_bytes())
+    broken_one = run(packed, "--split", split, "--overheads", no_overheads)
+    assert broken_one.exit_code == 2
+    assert "run.jsonl.xz is not an .xz file" in " ".join(broken_one.stderr.split())
 
 
 def test_a_file_that_is_not_there_is_said(tmp_path: Path, split: Path) -> None:
