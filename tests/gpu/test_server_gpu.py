@@ -19,6 +19,7 @@ from lamella.cuda_ext.device import Device
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout, TensorView, engine_layout
+from lamella.reference.plan import Direction
 
 torch: Any = pytest.importorskip("torch")
 pytest.importorskip("zmq")
@@ -179,6 +180,24 @@ def test_a_released_request_drains_with_its_future_unresolved_and_its_layers_wai
                 range(LAYERS)
             )
         assert all(1 <= landed < LAYERS for landed in landed_at_release), landed_at_release
+
+
+def test_what_a_lookup_sends_ahead_lands_and_touches_nothing(folder: Path) -> None:
+    """A transfer of nothing, so that the lane is awake and its code in the caches when the load comes."""
+    rank = Rank(512)
+    with _join(folder, rank, TransferSide.WORKER) as worker:
+        _store(worker, rank)
+        assert worker.engine is not None
+        for windows in range(1, 4):
+            before = worker.engine.lane(Direction.RETRIEVE).windows
+            worker.give_back(worker.lookup(rank.keys))
+            end = time.monotonic() + 10
+            while worker.engine.lane(Direction.RETRIEVE).live_transfers:
+                assert time.monotonic() < end, f"it does not end, lookup {windows}"
+                time.sleep(0.001)
+            assert worker.engine.lane(Direction.RETRIEVE).windows == before + 1
+        torch.cuda.synchronize()
+        assert bool((rank.cache == POISON).all())
 
 
 @pytest.mark.known_fault(46)
