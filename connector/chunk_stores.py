@@ -1,13 +1,15 @@
 """Stores on the scheduler side: which chunks leave with a step, and whose blocks they still read.
 
-A chunk can be complete only once its request's blocks reach to its end. So a request is looked at when it gets blocks,
-and then in each step until the chunk that they reach to is stored; a step that merely goes on looks at nobody else.
+A chunk can be complete only once its request's blocks reach to its end, and once so many tokens were computed. So a
+request is looked at when it gets blocks, and when as many have been computed in the meantime as its next chunk lacks: a
+step that merely goes on looks at nobody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from heapq import heappop, heappush
 from typing import Any
 
 from lamella.connector.batch_blocks import BatchBlocks, Scheduled, StepBatch
@@ -57,7 +59,9 @@ class ChunkStores:
         self._take_number = take_number
         self._open: dict[int, OpenStore] = {}
         self._kept_chunks: dict[str, int] = {}
-        self._due: dict[str, None] = {}  # requests whose blocks reach to the end of a chunk that is to be stored
+        self._passed = 0  # tokens that a request can have computed at most, had it been in every step
+        self._look_at: dict[str, int] = {}  # when `_passed` is that much, a request can have completed its next chunk
+        self._next_looks: list[tuple[int, str]] = []  # the same as a heap, with those that do not count any more
 
     def has_kept(self, name: str, num_chunks: int) -> None:
         """So many of the request's chunks came from where they are kept."""
@@ -78,26 +82,31 @@ class ChunkStores:
 
     def of_step(self, batch: StepBatch) -> tuple[StoreOrder, ...]:
         """Stores of the chunks that are complete with this step."""
-        for name in batch.grown:
-            self._note_reach(name)
-        if not (self._due and self.enabled):
-            return ()
+        if batch.names:
+            self._passed += batch.num_tokens - len(batch.names) + 1
+        names = batch.grown
+        while self._next_looks and self._next_looks[0][0] <= self._passed:
+            look, name = heappop(self._next_looks)
+            if self._look_at.get(name) == look:
+                names = [*names, name]
         orders: list[StoreOrder] = []
-        for name in tuple(self._due):
-            one = batch.of(name)
-            if one is not None:
-                orders += self._of_request(one)
-                self._note_reach(name)
+        for name in dict.fromkeys(names):
+            one, request = batch.of(name), self._requests.get(name)
+            self._look_at.pop(name, None)
+            if request is None or not self.enabled or not self._keys.has_keys(request):
+                continue
+            if one is None:
+                self._look(name, self._passed + 1)
+                continue
+            orders += self._of_request(one)
+            end = (self._kept_chunks.get(name, 0) + 1) * self._facts.space.chunk_tokens
+            if self._blocks.num_tokens(name) >= end:
+                self._look(name, self._passed + max(1, end - one.end))
         return tuple(orders)
 
-    def _note_reach(self, name: str) -> None:
-        """The request is due while its blocks reach to the end of the next chunk that is to be stored."""
-        request = self._requests.get(name)
-        end = (self._kept_chunks.get(name, 0) + 1) * self._facts.space.chunk_tokens
-        if self._blocks.num_tokens(name) < end or request is None:
-            self._due.pop(name, None)
-        elif name not in self._due and self._keys.has_keys(request):
-            self._due[name] = None
+    def _look(self, name: str, when: int) -> None:
+        self._look_at[name] = when
+        heappush(self._next_looks, (when, name))
 
     def _of_request(self, one: Scheduled) -> list[StoreOrder]:
         """Orders for its chunks that are complete with this step and not kept yet."""
@@ -143,9 +152,9 @@ class ChunkStores:
         name = store.order.request
         if name in self._kept_chunks:
             self._kept_chunks[name] = min(self._kept_chunks[name], store.order.first_chunk)
-            self._note_reach(name)
+            self._look(name, self._passed)
 
     def forget(self, name: str) -> None:
         """The request is gone; its stores go on."""
         self._kept_chunks.pop(name, None)
-        self._due.pop(name, None)
+        self._look_at.pop(name, None)

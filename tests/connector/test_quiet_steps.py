@@ -125,8 +125,28 @@ def test_who_gets_a_block_is_looked_at_and_nobody_else() -> None:
     with counted_calls() as calls:
         engine.step(**{**ones, "r3": 2})  # its fifteenth and sixteenth token, and then a new block
         engine.step(**ones)
-    assert calls["ChunkStores._note_reach"] == 1
+    assert calls["BatchBlocks.num_tokens"] == 1
     assert calls.total() <= 2 * quiet.total() + 10
+
+
+def test_blocks_far_ahead_bring_no_looks_before_the_chunk_is_complete() -> None:
+    engine = Engine(ahead=200)  # as blocks of 256 tokens do
+    engine.add("a", 5)
+    engine.step(a=5)
+    with counted_calls() as calls:
+        stored = [engine.step(a=1).stores for _token in range(60)]
+    assert calls["BatchBlocks.num_tokens"] <= 60 // BLOCK + 2  # who gets blocks, and the step that completes the chunk
+    assert [bool(stores) for stores in stored] == [False] * 58 + [True, False]
+
+
+def test_who_was_left_out_of_a_step_is_looked_at_in_the_next() -> None:
+    engine = Engine(ahead=200)
+    for name in "ab":
+        engine.add(name, 62)
+    engine.step(a=62, b=62)
+    engine.step(a=1, b=1)
+    assert [one.request for one in engine.step(b=1).stores] == ["b"]
+    assert [one.request for one in engine.step(a=1).stores] == ["a"]
 
 
 @pytest.mark.parametrize("ahead", [0, 3])
