@@ -26,14 +26,20 @@ class Pace {
   void hit(std::int64_t bytes, bool more, std::int64_t now_ns) {
     // They were done between the last look in vain and now, most likely when they were expected.
     moving_since_ns_ = std::min(now_ns, std::max(expected_ns(bytes), missed_ns_));
-    ns_a_byte_ = std::max(kFastest * wire_ns_a_byte_, ns_a_byte_ * kFaster);
+    const double faster = more ? kFaster : kMuchFaster;
+    ns_a_byte_ = std::max(kFastest * wire_ns_a_byte_, ns_a_byte_ * faster);
     look_again_ns_ = 0;
+    slowed_ = false;
     if (more) missed_ns_ = now_ns;
   }
 
   // A look found none done; `awaited_bytes` as for expected_ns.
   void miss(std::int64_t awaited_bytes, std::int64_t now_ns) {
-    if (now_ns >= expected_ns(awaited_bytes)) ns_a_byte_ = std::min(kSlowest * wire_ns_a_byte_, ns_a_byte_ * kSlower);
+    // Only the first of a row says that the wire is slower: behind a fence any number of looks are in vain.
+    if (!slowed_ && now_ns >= expected_ns(awaited_bytes)) {
+      ns_a_byte_ = std::min(kSlowest * wire_ns_a_byte_, ns_a_byte_ * kSlower);
+      slowed_ = true;
+    }
     look_again_ns_ = std::min(std::max(look_again_ns_ * 2, kFirstLookNs), kLastLookNs);
     missed_ns_ = now_ns;
   }
@@ -47,15 +53,17 @@ class Pace {
   static constexpr std::int64_t kFirstLookNs = 10'000;  // after an expectation that was too early
   static constexpr std::int64_t kLastLookNs = 500'000;  // a stuck fence must not cost a core
   static constexpr double kFaster = 0.99;               // after a hit; three of four looks should be one
-  static constexpr double kSlower = 1.03;               // after a miss
+  static constexpr double kMuchFaster = 0.7;            // after a hit that left the wire idle: it may have come late
+  static constexpr double kSlower = 1.03;               // after the first miss
   static constexpr double kFastest = 0.9;               // of the wire's time a byte
-  static constexpr double kSlowest = 100;
+  static constexpr double kSlowest = 20;
 
   double wire_ns_a_byte_;
   double ns_a_byte_;                  // of late
   std::int64_t moving_since_ns_ = 0;  // the oldest window, as far as is known
   std::int64_t missed_ns_ = 0;        // when it was last seen not to be done
   std::int64_t look_again_ns_ = 0;
+  bool slowed_ = false;  // since the last hit
 };
 
 }  // namespace lamella
