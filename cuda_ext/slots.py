@@ -115,6 +115,9 @@ class SlotMemory:
         self.shape = shape
         self._memory = memory
         self._base = memory.address
+        self._pitch_bytes, self._piece_slots = shape.pitch_bytes, shape.piece_slots
+        self.piece_bytes = shape.piece_bytes
+        """`shape.piece_bytes`, worked out once."""
         self.numa_node = _place(memory, numa_node)
         """The node that was asked for and granted, or None."""
         self._registration = Registration(
@@ -166,7 +169,7 @@ class SlotMemory:
         for slot in (min(slots, default=0), max(slots, default=0)):
             if not 0 <= slot < self.shape.num_slots:
                 raise ValueError(f"slot must be between 0 and {self.shape.num_slots - 1}, got {slot}")
-        piece_slots, pitch_bytes, base = self.shape.piece_slots, self.shape.pitch_bytes, self._base
+        piece_slots, pitch_bytes, base = self._piece_slots, self._pitch_bytes, self._base
         for piece in {slot // piece_slots for slot in slots}:
             state = self._registration.state(piece)
             if state is not PieceState.READY:

@@ -256,7 +256,7 @@ class _Attached:
 
     def objects(self, first_chunk: int, slots: Sequence[int]) -> HostObjects:
         memory = self.memory
-        return HostObjects((0,) * first_chunk + memory.addresses(slots), memory.shape.piece_bytes, memory.base)
+        return HostObjects((0,) * first_chunk + memory.addresses(slots), memory.piece_bytes, memory.base)
 
 
 def _behind(event: FenceEvent | None) -> Fence | None:
