@@ -256,7 +256,7 @@ class AheadEngine(Engine):
             return
         stood_ns = now - made.blocked_ns if made.blocked else 0
         made.blocked = False
-        slowed = self._overheads.beside_permille if self._loads.busy else WHOLE
+        busy_ns = now + self._loads.ahead_ns
         tail_ns = min(self._overheads.tail_ns, made.launch_ns)
         layers_ns = made.launch_ns - tail_ns
         begun, made.layer = made.layer, ready
@@ -271,6 +271,7 @@ class AheadEngine(Engine):
                 self._charge_stall(made, layer, stood_ns)
                 for job, _ in made.taken:
                     job.prefill_stall_ns += stood_ns
+            slowed = self._overheads.beside_permille if starts_ns < busy_ns else WHOLE
             self._device_ns = starts_ns + made.costs[layer] * slowed // WHOLE
         if ready == num_layers:
             made.end_ns = self._device_ns
@@ -316,11 +317,6 @@ class AheadEngine(Engine):
             return [job for job, instant_ns in self._release_instants(away_ns) if instant_ns <= now]
         seen, self._due = self._due, [job for job in self._due if job.gate is None]
         return [job for job in seen if job.gate is not None]
-
-    def _forecast_layers_ns(self, job: Job, tokens: int) -> tuple[int, ...]:
-        """The connector takes the last step's time for the prefill's where nobody has planned it."""
-        num_layers = self._compute.num_layers
-        return (self._step_took_ns // num_layers,) * num_layers
 
     def _hand_out(self, made: Pass, last: Pass) -> None:
         """The tokens of a pass are seen, and what it reported is known to the scheduler."""

@@ -115,9 +115,9 @@ class Loads:
         return min(ends) - self._clock.now_ns if ends else 0
 
     @property
-    def busy(self) -> bool:
-        """Whether the link has anything to carry."""
-        return self._carrier.ahead_ns() > 0
+    def ahead_ns(self) -> int:
+        """For how long the link has something to carry, if nothing else is submitted."""
+        return self._carrier.ahead_ns()
 
     def last_rank(self, job: Job) -> int:
         """Which rank brought the last slice last."""

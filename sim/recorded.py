@@ -121,6 +121,7 @@ class RecordedRepeat:
         settings: the connector's; None where nothing was loaded.
         requests: in the order in which they were asked.
         steps: passes of the thread, in order; none where they were not kept.
+        graphs: which steps replayed captured graphs: `piecewise` those up to `captured_tokens`, layer by layer.
         waited_ns: for each layer, how long the thread was in waits for loads, in all.
     """
 
@@ -130,6 +131,7 @@ class RecordedRepeat:
     requests: tuple[RecordedRequest, ...]
     steps: tuple[RecordedStep, ...] = ()
     waited_ns: tuple[int, ...] = ()
+    graphs: str = "piecewise"
 
     def prompt_tokens(self, number: int) -> int:
         """Of its request of that number."""
@@ -269,6 +271,7 @@ def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
         requests,
         tuple(_step(step) for step in row.get("steps", ())),
         tuple(int(us) * NS_PER_US for us in row.get("host_stall_us", {}).values()),
+        str(row.get("graphs", "piecewise")),
     )
 
 

@@ -24,6 +24,7 @@ from lamella.sim.world import World
 
 DEFAULT_TURN_MIB: Final = 32
 """Of recordings that do not say: the connector's `turn_mib`."""
+GRAPHS: Final = ("piecewise", "full")
 BYSTANDER_TOKENS: Final = 1024
 BYSTANDER_TAG: Final = -1
 BYSTANDER_OUTPUT: Final = 6000
@@ -62,6 +63,8 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
         return Modelled(RECOMPUTE, 0)
     if repeat.arm.startswith("peer_"):
         return "another connector"
+    if repeat.graphs not in GRAPHS:
+        return f"graphs of another kind, {repeat.graphs}"
     if repeat.arm == "early_read":
         return "a control that does not wait"
     turn_bytes = int(settings.get("turn_mib", DEFAULT_TURN_MIB)) << 20

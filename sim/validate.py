@@ -24,6 +24,8 @@ BASELINES: Final = ("chunk_bounded", "chunk_deep")
 """The forms of chunk-major; effects are against the better of them, as recorded."""
 NOT_ADVISED: Final = ("recompute",)
 """Arms that are compared and not recommended: they leave the cache unused."""
+RELIABLE: Final = 0.10
+"""An arm whose recorded mean has a larger standard error, or none because it ran once, is shown and not judged by."""
 SURE: Final = 2.0
 """An effect is one that the run shows if it is larger than so many of its standard errors."""
 
@@ -90,7 +92,7 @@ class Advice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The checks of one list of cells."""
+    """The checks of one list of cells; `errors`, `signs` and `advice` are of the arms that the recording is sure of."""
 
     arms: tuple[ArmCheck, ...]
     signs: tuple[Sign, ...]
@@ -99,7 +101,7 @@ class Judgement:
     @property
     def errors(self) -> list[float]:
         """Sizes of the arms' errors, sorted."""
-        return sorted(abs(arm.error) for arm in self.arms)
+        return sorted(abs(arm.error) for arm in self.arms if is_reliable(arm))
 
     def error_at(self, share: float) -> float:
         """The error that such a share of the arms does not exceed; 0 without arms."""
@@ -174,7 +176,8 @@ class Validation:
         test = self.test
         said.append(
             f"Held out: error of the mean time to first token {test.error_at(0.5):.1%} in the median and "
-            f"{test.error_at(0.9):.1%} at p90 of {len(test.arms)} arms; the side of zero right in {test.right_signs} "
+            f"{test.error_at(0.9):.1%} at p90 of {len(test.errors)} arms (of {len(test.arms)}; the others are recorded "
+            f"only once or to worse than {RELIABLE:.0%}); the side of zero right in {test.right_signs} "
             f"of {len(test.shown)} effects that the run shows; regret of the advice at most "
             f"{test.largest_regret:.1%} in {len(test.advice)} cells."
         )
@@ -195,6 +198,7 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
                 "arm": arm.arm,
                 "error": arm.error,
                 "spread": arm.spread if math.isfinite(arm.spread) else None,
+                "judged": is_reliable(arm),
                 "recorded": {**_without_parts(arm.measured), "error_ns": _finite(arm.measured.error_ns)},
                 "predicted": _without_parts(arm.predicted),
                 "parts_ns": _parts_document(arm),
@@ -229,12 +233,17 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+def is_reliable(check: ArmCheck) -> bool:
+    """Whether the recording is sure enough of the arm to judge a prediction by it."""
+    return check.spread <= RELIABLE
+
+
 def judge(checks: Sequence[ArmCheck]) -> Judgement:
     """Signs and advice of the cells whose arms were checked."""
     signs: list[Sign] = []
     advice: list[Advice] = []
     for cell in dict.fromkeys(check.cell for check in checks):
-        arms = {check.arm: check for check in checks if check.cell == cell}
+        arms = {check.arm: check for check in checks if check.cell == cell and is_reliable(check)}
         base = min(
             (arms[name] for name in BASELINES if name in arms), key=lambda check: check.measured.ttft_ns, default=None
         )

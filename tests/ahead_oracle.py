@@ -111,13 +111,13 @@ def tell(coming: Sequence[tuple[int, Request]], overheads: Overheads, *, whole: 
                 if landed <= layer:
                     at = min(one.landed_ns[layer] for one in gates if one.landed_ns[layer] > at)
                     continue
-                beside = any(one.submitted_ns <= at < one.landed_ns[-1] for one in ones if one.landed_ns)
+                busy = max([at, *(one.landed_ns[-1] for one in ones if one.landed_ns and one.submitted_ns <= at)])
                 for number in range(layer, landed):
                     launched = at + (launch - tail) * (number + 1) // LAYERS - (launch - tail) * layer // LAYERS
                     device = max(device, launched)
                     if number == 0:
                         starts = device
-                    device += costs[number] * (overheads.beside_permille if beside else 1000) // 1000
+                    device += costs[number] * (overheads.beside_permille if device < busy else 1000) // 1000
                 at += (launch - tail) * landed // LAYERS - (launch - tail) * layer // LAYERS
                 layer = landed
             at += tail

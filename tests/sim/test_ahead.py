@@ -268,7 +268,7 @@ def joining_is_free(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_link_is_never_busy(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Loads, "busy", property(lambda self: False))
+    patch.setattr(Loads, "ahead_ns", property(lambda self: 0))
 
 
 WRONG = [

@@ -22,7 +22,7 @@ DEVICE = Device(load_profile())
 TRUE = Overheads(
     pass_ns=1_400_000,
     launch_ns=6_000_000,
-    full_launch_ns=6_000_000,
+    full_launch_ns=0,
     prefill_launch_ns=18_000_000,
     gate_ns=30_000,
     tail_ns=900_000,
@@ -81,7 +81,7 @@ def test_without_the_overheads_the_same_run_is_not_predicted(validation: Validat
 
 def test_true_overheads_without_scatter_predict_a_run_to_the_microsecond() -> None:
     still = replace(TRUE, scatter_permille=0, drift_permille=0)
-    run = read_recorded(recorded_lines(CELLS[:2], DEVICE, still, repeats=1), "a run")
+    run = read_recorded(recorded_lines(CELLS[:2], DEVICE, still, repeats=2), "a run")
     exact = validate(run, DEVICE, Split((), ("a", "b")), replace(KNOWN, overheads=still))
     assert exact.test.errors[-1] < 1e-4
     for arm in exact.test.arms:
@@ -123,6 +123,16 @@ def test_effects_are_against_the_better_form_of_chunk_major() -> None:
     (sign,) = judged.signs
     assert sign.recorded == pytest.approx(80 / 70 - 1)
     assert not sign.right
+
+
+@pytest.mark.parametrize("error", [11.0, math.inf])
+def test_an_arm_that_the_recording_is_not_sure_of_is_shown_and_not_judged_by(error: float) -> None:
+    arms = [check("x", "chunk_bounded", 100, 103), check("x", "fifo_first", 50, 100, error)]
+    judged = judge(arms)
+    assert judged.arms == tuple(arms)
+    assert judged.errors == [pytest.approx(0.03)]
+    assert judged.signs == ()
+    assert judged.advice[0].best == "chunk_bounded"
 
 
 def test_regret_is_what_the_advice_costs_as_recorded() -> None:
