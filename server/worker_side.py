@@ -79,6 +79,8 @@ class WorkerSide:
         Between loads an engine computes, and by the next one both have gone cold: the first window of a load then began
         0.2 to 0.3 ms later than it does behind another (CPU device, `benchmarks/server_stages.py`).
         """
+        fences = self._moves.fences
+        fences.give(fences.record())
         with suppress(TransferStopped):  # the load itself will say so
             self._engine.submit(
                 self._cache, Direction.RETRIEVE, HostObjects(()), self._no_blocks, 0, slices=self._whole
