@@ -39,8 +39,8 @@ _AWAITED_PIECE_BYTES: Final = 256 << 10
 _log = logging.getLogger(__name__)
 
 
-_Step = tuple[int, int, int, memoryview, int, int, RunVerifier | None]
-"""Which object, descriptor, offset, buffer; and what verifies it: a run's number and checksum, or a verifier."""
+_Step = tuple[int, int, int, tuple[memoryview], int, int, RunVerifier | None, int]
+"""Which object, descriptor, offset, buffer, its size; what verifies it: a run's checksum, or a verifier; the run."""
 
 
 class FileReader:
@@ -108,14 +108,15 @@ class FileReader:
         for place, (one, buffers) in enumerate(zip(objects, into, strict=True)):
             for span, buffer in zip(spans, buffers, strict=True):
                 steps.extend(self._steps(place, one, span, buffer))
+        preadv, nowait = os.preadv, os.RWF_NOWAIT
         place = 0
         try:
-            for place, descriptor, offset, piece, run, checksum, verifier in steps:
-                if os.preadv(descriptor, (piece,), offset, os.RWF_NOWAIT) != piece.nbytes:
+            for place, descriptor, offset, piece, size, checksum, verifier, run in steps:
+                if preadv(descriptor, piece, offset, nowait) != size:
                     return Leading(place)
                 if verifier is not None:
-                    verifier.feed(piece)
-                elif checksum_of(piece) != checksum:
+                    verifier.feed(piece[0])
+                elif checksum_of(piece[0]) != checksum:
                     raise damage(run, objects[place].place)
         except DamagedObjectError as found:
             remove_damaged(objects[place].descriptor, objects[place].place, found)
@@ -130,12 +131,13 @@ class FileReader:
         offset, size = self._format.header_bytes + span.source.offset, span.source.num_bytes
         if span.is_run and size <= _CACHED_PIECE_BYTES:  # a slice of one layer
             run = span.first_run
-            return [(place, one.descriptor, offset, buffer, run, one.header.checksums[run], None)]
+            return [(place, one.descriptor, offset, (buffer,), size, one.header.checksums[run], None, run)]
         verifier = self._format.verifier(span, one.header, one.place)
         whole = buffer if buffer.format == "B" else buffer.cast("B")
+        pieces = [whole[done : done + _CACHED_PIECE_BYTES] for done in range(0, size, _CACHED_PIECE_BYTES)]
         return [
-            (place, one.descriptor, offset + done, whole[done : done + _CACHED_PIECE_BYTES], 0, 0, verifier)
-            for done in range(0, size, _CACHED_PIECE_BYTES)
+            (place, one.descriptor, offset + number * _CACHED_PIECE_BYTES, (piece,), piece.nbytes, 0, verifier, 0)
+            for number, piece in enumerate(pieces)
         ]
 
     def _read_together(
