@@ -76,8 +76,9 @@ class WorkerSide:
     def rouse(self) -> None:
         """The way of a load was walked once with nothing to move, so that the lane is awake and its code in the caches.
 
-        Between loads an engine computes, and by the next one both have gone cold: the first window of a load then began
-        0.2 to 0.3 ms later than it does behind another (CPU device, `benchmarks/server_stages.py`).
+        Between loads an engine computes, and by the next one both have gone cold. With this the first window was issued
+        0.18 ms after the call instead of 0.28 (CPU device, medians, `benchmarks/server_stages.py`). It runs while a
+        lookup is answered by other cores; where there were but two, the lookup took as much longer and more.
         """
         fences = self._moves.fences
         fences.give(fences.record())
