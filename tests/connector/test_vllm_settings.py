@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import re
+import shlex
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,8 @@ from lamella.connector.slice_width import choose_width
 from lamella.connector.vllm_settings import ConnectorSettings, resolve_layers_per_slice
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.layout import ObjectLayout
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
 
 @pytest.mark.parametrize(
@@ -62,7 +68,7 @@ def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
         ({"host_pool_gib": 0}, ValueError, "host_pool_gib must be positive"),
         ({"max_loads": "many"}, TypeError, "max_loads must be a number"),
         ({"use_layerwise": 1}, TypeError, "use_layerwise must be true or false"),
-        ({"graph_waits": "yes"}, TypeError, "graph_waits must be true or false"),
+        ({"full_graphs": "yes"}, ValueError, "full_graphs must be one of never, before, inside"),
         ({"object_form": "blob"}, ValueError, "object_form must be one of"),
         ({"staging_mib": 8, "window_mib": 8}, ValueError, "must hold two windows"),
         ({"carrier": "pigeon"}, ValueError, "carrier must be event or value"),
@@ -102,7 +108,7 @@ def test_a_server_is_named_by_its_folder_or_its_socket(named: str) -> None:
     [
         ({"server": "tcp://host:5570"}, "over tcp it can only be asked"),
         ({"server": "/run/s", "file_tier": "/data"}, "start it with --tier /data"),
-        ({"server": "/run/s", "graph_waits": True}, "leave graph_waits out"),
+        ({"server": "/run/s", "full_graphs": "inside"}, "set full_graphs to before"),
         ({"server": "/run/s", "transfer_side": "both"}, "one of worker, server, got 'both'"),
         ({"transfer_side": "server"}, "name its folder as server"),
     ],
@@ -119,3 +125,39 @@ def test_auto_takes_the_narrowest_slices_that_copy_near_the_wire() -> None:
     assert "auto: 1 layers a slice" in choice.reason
     tiny = ObjectLayout.single(KVGeometry(4, 1, 1, 64, 2, 16), 16, ObjectForm.BLOCK)  # 2 KiB a layer
     assert choose_width("auto", tiny).layerwise is False
+
+
+def settings_table() -> dict[str, str]:
+    """Name and default of each setting, as the document for users has them."""
+    section = DOCUMENT.read_text("utf-8").split("\n## All settings\n")[1].split("\n## ")[0]
+    found: dict[str, str] = {}
+    for line in section.splitlines():
+        if line.startswith("| `"):
+            names, defaults = (re.split(r", ?", cell.strip()) for cell in line.split("|")[1:3])
+            found |= dict(zip((name.strip("`") for name in names), defaults, strict=True))
+    return found
+
+
+def test_the_document_has_every_setting_with_its_default() -> None:
+    written = {None: "none", "": "none", True: "true", False: "false"}
+    own = ConnectorSettings()
+    expected = {}
+    for field in fields(ConnectorSettings):
+        value = getattr(own, field.name)
+        name = value if isinstance(value, str) and value else None
+        expected[field.name] = f"`{name}`" if name else written.get(value) if value in written else f"{value:g}"
+    expected |= {"use_layerwise": "false", "layers_per_slice": "0", "release": "`first`"}
+    assert settings_table() == expected
+
+
+def test_the_documents_example_can_be_pasted() -> None:
+    command = DOCUMENT.read_text("utf-8").split("```\n")[1]
+    words = shlex.split(command)
+    assert words[:2] == ["vllm", "serve"]
+    config = json.loads(words[words.index("--kv-transfer-config") + 1])
+    assert (config["kv_connector"], config["kv_connector_module_path"]) == (
+        "LamellaConnector",
+        "lamella.connector.vllm",
+    )
+    settings = ConnectorSettings.from_mapping(config["kv_connector_extra_config"])
+    assert (settings.layers_per_slice, settings.release, settings.host_pool_gib) == (1, "first", 32)
