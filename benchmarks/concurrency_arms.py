@@ -83,6 +83,9 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("auto_prefill_graphs", _AUTO, graphs="prefill"),
         Arm("chunk_full_graphs", _CHUNK, graphs="full"),
         Arm("chunk_deep_full_graphs", {**_CHUNK, **DEEP}, graphs="full"),
+        Arm("fifo_full_graphs", _layerwise(full_graphs="before"), graphs="full"),
+        Arm("sync_full_graphs", {"use_layerwise": True, "full_graphs": "before"}, graphs="full"),
+        Arm("auto_full_graphs", {**_AUTO, "full_graphs": "before"}, graphs="full"),
         Arm("recompute_full_graphs", None, repeats=2, counted_requests=2, graphs="full"),
         Arm("peer_offloading", {}),
         Arm("peer_simple", {}),
@@ -118,5 +121,7 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("prefills replay captured graphs", "fifo_first", "fifo_prefill_graphs"),
     ("prefills replay captured graphs, chosen", "auto", "auto_prefill_graphs"),
     ("whole decoding steps replay captured graphs, chunk-major", "chunk_bounded", "chunk_full_graphs"),
+    ("whole decoding steps replay captured graphs", "fifo_first", "fifo_full_graphs"),
+    ("whole decoding steps replay captured graphs, chosen", "auto", "auto_full_graphs"),
 )
 """What one thing changes: (the thing, the arm without it, the arm with it)."""

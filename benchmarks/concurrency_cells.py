@@ -96,7 +96,7 @@ class Group:
     Attributes:
         documents, document_tokens: what the host pool is filled with; every hit is the beginning of a document.
         prefix_caching: the engine's own.
-        full_graphs: the engine captures whole steps too; only arms that say so replay them, and none that waits.
+        full_graphs: the engine captures whole steps too; only arms that say so replay them.
         prefill_graphs: steps of so many tokens are captured piecewise too; only arms that say so replay them.
         peer: one of vLLM's own connectors instead of Lamella.
         engine_options: of vLLM's engine, over those of every group.
@@ -180,6 +180,8 @@ _ORIGINAL: Final = tuple(
     for hit, new, chunk, width in ((12_288, 2_866, 4096, 1), (14_336, 818, 2048, 8))
     for concurrency in (4, 1, 8)
 )
+_TWO: Final = (BASELINE, "chunk_deep", "fifo_first", "auto")
+_FULL_GRAPHS: Final = ("chunk_full_graphs", "fifo_full_graphs", "auto_full_graphs")
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
 _ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
 _EIGHT: Final = dataclasses.replace(_CORE[2], arms=_FEW)
@@ -311,19 +313,15 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "full_graphs": Group(
         tuple(
-            _named(
-                cell,
-                "full_graphs",
-                arms=(
-                    BASELINE,
-                    "fifo_first",
-                    "chunk_full_graphs",
-                    "chunk_deep_full_graphs",
-                    "recompute_full_graphs",
-                ),
-                repeats=3,
+            _named(cell, "full_graphs", arms=arms, repeats=3)
+            for cell, arms in (
+                (_CORE[0], (*_FEW, "fifo_jit", *_FULL_GRAPHS, "recompute_full_graphs")),
+                (_CORE[1], (*_TWO, "sync", *_FULL_GRAPHS, "sync_full_graphs")),
+                (_CORE[2], (*_TWO, *_FULL_GRAPHS)),
+                (_ORIGINAL[0], (*_TWO, *_FULL_GRAPHS)),
+                (_CORE[4], _TWO),
+                (_CORE[3], _TWO),
             )
-            for cell in _CORE[:3]
         ),
         full_graphs=True,
     ),

@@ -13,7 +13,7 @@ from concurrency_arms import ARMS, DIFFERENCES
 from concurrency_figures import CellFigures, Verdict
 from concurrency_rules import Row, change_of, counted
 
-CHOSEN: Final = ("auto", "auto_prefill_graphs")
+CHOSEN: Final = ("auto", "auto_prefill_graphs", "auto_full_graphs")
 """The arms that choose for each request; what the goals are about."""
 
 _TTFT: Final[tuple[tuple[str, str, float], ...]] = (
@@ -127,12 +127,12 @@ def goals(
 
 
 def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: float) -> Iterable[Line]:
-    for cell_name in (name, f"{name}_graphs"):
+    for cell_name in (name, f"{name}_graphs", f"{name}_full_graphs"):
         cell = cells.get(cell_name)
         if cell is None:
             continue
         for arm in chosen_of(cell):
-            if cell_name != name and graphs_of(arm) == "piecewise":
+            if cell_name != name and name in cells and graphs_of(arm) == "piecewise":
                 continue
             base = baseline_of(cell, arm)
             if base is None:

@@ -3,19 +3,20 @@
 
   vllm_connector_cost.py OUT.json [--rounds 11] [--deadline-s 400] [--arms ARM ...] [--decode-only] [--tiny]
 
-Five engines, each a process of its own on one GPU, of which one at a time works while the others wait for orders:
+Six engines, each a process of its own on one GPU, of which one at a time works while the others wait for orders:
 
   default    vLLM's default CUDA graphs, no connector        piecewise  piecewise CUDA graphs, no connector
   layerwise  layers_per_slice 1, release first               off        layers_per_slice 0: chunk-major, default graphs
-  captured   as layerwise, with graph_waits: default graphs, whose layers wait inside
+  before     as layerwise, with full_graphs before: default graphs, full ones behind what is landing
+  captured   as layerwise, with full_graphs inside: default graphs, whose layers wait inside
 
 In each round every engine, in a new random order, measures every cell: `decode` (milliseconds a step, over 48 steps)
 by batch, and `prefill` (milliseconds to the first token of a new prompt) by length. In `prefill` nothing is stored
 either; `prefill_stored` is the same with every chunk going to host memory. Compared are the engines of one round:
 `layerwise` with `piecewise` is the connector's cost, `piecewise` with `default` the loss that piecewise graphs bring by
-themselves, `off` with `default` what is left where the layerwise path is off, `captured` with `default` what waits
-inside full graphs cost. Every raw value is kept; the summary has medians and quartiles of the rounds' ratios. Model:
-the shape of Llama-3.1-8B with dummy weights.
+themselves, `off` with `default` what is left where the layerwise path is off, `before` and `captured` with `default`
+what waits before and inside full graphs cost. Every raw value is kept; the summary has medians and quartiles of the
+rounds' ratios. Model: the shape of Llama-3.1-8B with dummy weights.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ ARMS: dict[str, tuple[str | None, dict[str, Any] | None]] = {  # (graphs, the co
     "piecewise": ("PIECEWISE", None),
     "layerwise": (None, LAYERWISE),
     "off": (None, {**LAYERWISE, "layers_per_slice": 0}),
-    "captured": (None, {**LAYERWISE, "graph_waits": True}),
+    "before": (None, {**LAYERWISE, "full_graphs": "before"}),
+    "captured": (None, {**LAYERWISE, "full_graphs": "inside"}),
 }
 CELLS = [("decode", 1), ("decode", 16), ("prefill", 512), ("prefill", 4096), ("prefill_stored", 4096)]
 COMPARED = [
@@ -71,7 +73,7 @@ class Engine:
         graphs, extra = ARMS[arm]
         options: dict[str, Any] = {"compilation_config": {"cudagraph_mode": graphs}} if graphs else {}
         if extra is not None:
-            if extra.get("graph_waits"):
+            if extra.get("full_graphs") == "inside":
                 os.environ["LAMELLA_TRY_GRAPH_WAITS"] = "1"
             options["kv_transfer_config"] = KVTransferConfig(
                 kv_connector="LamellaConnector",

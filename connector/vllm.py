@@ -120,7 +120,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """Whether forward passes wait layer by layer in hooks, which a captured full graph would pass over (B8)."""
         settings = ConnectorSettings.from_mapping(extra_config)
-        return settings.waits_in_forward and not settings.graph_waits
+        return settings.waits_in_forward and settings.full_graphs == "never"
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -28,7 +28,7 @@ _ATTENTION: Final = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec
 
 
 TRY_GRAPH_WAITS: Final = "LAMELLA_TRY_GRAPH_WAITS"
-"""Environment variable that lets an engine with full CUDA graphs have `graph_waits`."""
+"""Environment variable that lets an engine have waits inside full CUDA graphs."""
 
 
 def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
@@ -47,16 +47,8 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
     if not settings.waits_in_forward:
         return
     mode = vllm_config.compilation_config.cudagraph_mode
-    if mode is not None and mode.has_full_cudagraphs() and not settings.graph_waits:
-        raise ValueError(
-            f"cudagraph_mode {mode.name} replays whole steps and passes over the layers' waits: use PIECEWISE, or set "
-            "layers_per_slice to 0 or release to whole, or have the waits captured with graph_waits"
-        )
-    if mode is not None and mode.has_full_cudagraphs() and os.environ.get(TRY_GRAPH_WAITS) != "1":
-        raise ValueError(
-            "graph_waits has not been shown right on a GPU: of its tests in vLLM 0.26 three of six failed on an H200. "
-            f"Leave it out, or set {TRY_GRAPH_WAITS}=1 to try it where wrong answers do no harm"
-        )
+    if mode is not None and mode.has_full_cudagraphs():
+        _check_full_graphs(mode, settings)
     policy = vllm_config.kv_transfer_config.kv_load_failure_policy
     ahead = bool(getattr(vllm_config.scheduler_config, "async_scheduling", False))
     second_runner = bool(getattr(vllm_config, "use_v2_model_runner", False))
@@ -65,6 +57,24 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
             "kv_load_failure_policy recompute cannot take a running request back with asynchronous scheduling or Model "
             "Runner V2, and a load can fail after release: use the policy fail, or async_scheduling=False with "
             "VLLM_USE_V2_MODEL_RUNNER=0, or release: whole"
+        )
+
+
+def _check_full_graphs(mode: Any, settings: ConnectorSettings) -> None:
+    if settings.full_graphs == "never":
+        raise ValueError(
+            f"cudagraph_mode {mode.name} replays whole steps and passes over the layers' waits: use PIECEWISE, or set "
+            "full_graphs to before, layers_per_slice to 0 or release to whole"
+        )
+    if settings.full_graphs == "before" and mode.mixed_mode().name == "FULL":
+        raise ValueError(
+            f"cudagraph_mode {mode.name} replays prefills as whole graphs too, so that nothing of them could overlap "
+            "with a load: use FULL_AND_PIECEWISE, or set layers_per_slice to 0"
+        )
+    if settings.full_graphs == "inside" and os.environ.get(TRY_GRAPH_WAITS) != "1":
+        raise ValueError(
+            "full_graphs inside has not been shown right on a GPU: of its tests in vLLM 0.26 two of six failed on an "
+            f"H200. Set full_graphs to before, or {TRY_GRAPH_WAITS}=1 to try it where wrong answers do no harm"
         )
 
 

@@ -34,6 +34,7 @@ LayersPerSlice: TypeAlias = "int | tuple[int, ...] | Literal['auto']"
 """0: off (chunk-major); a width; a schedule of widths; or `"auto"`."""
 
 _FORMS: Final = ("auto", "token", "block")
+_FULL_GRAPHS: Final = ("never", "before", "inside")
 _SIDES: Final = ("worker", "server")
 _SERVER_SOCKET: Final = "server.sock"
 
@@ -102,9 +103,10 @@ class ConnectorSettings:
         file_tier_gib: size limit of that folder, all ranks and processes together; None: none.
         io_threads: threads that read and write the file tier.
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
-        carrier: `event` or `value`, how streams learn of landings (CUDA); with `graph_waits` it is always `value`.
-        graph_waits: layers' waits are captured into full CUDA graphs too, which vLLM then keeps, and a load has
-            `wait_timeout_s` in all; no meaning where no layer waits.
+        carrier: `event` or `value`, how streams learn of landings (CUDA); `value` where `full_graphs` is `inside`.
+        full_graphs: `never`: where layers wait, vLLM is asked for piecewise CUDA graphs; `before`: it keeps full graphs
+            for steps that only decode, and such a step waits before its graph for the whole of what is landing;
+            `inside`: layers' waits are captured into its full graphs, and a load has `wait_timeout_s` in all.
         staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
         profile: what `auto`, and a release just in time, know of the device before they have observed any: a shipped
             profile, or a file that `lamella calibrate` wrote.
@@ -134,7 +136,7 @@ class ConnectorSettings:
     io_threads: int = 2
     salt: str = ""
     carrier: str = "event"
-    graph_waits: bool = False
+    full_graphs: str = "never"
     staging_mib: int = 64
     window_mib: int = 16
     turn_mib: int = 32
@@ -143,9 +145,8 @@ class ConnectorSettings:
     bystander_weight: float = BYSTANDER_WEIGHT
 
     def __post_init__(self) -> None:
-        for name in ("use_layerwise", "graph_waits"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
+        if not isinstance(self.use_layerwise, bool):
+            raise TypeError(f"use_layerwise must be true or false, got {self.use_layerwise!r}")
         for name in ("chunk_tokens", "max_loads", "io_threads", "staging_mib", "window_mib", "in_flight_mb"):
             _check_number(name, getattr(self, name), int)
         _check_number("turn_mib", self.turn_mib, int, least=0)
@@ -154,12 +155,14 @@ class ConnectorSettings:
         if self.file_tier_gib is not None:
             _check_number("file_tier_gib", self.file_tier_gib, int | float)
         _check_number("bystander_weight", self.bystander_weight, int | float, least=0)
-        texts = ("order", "object_form", "salt", "carrier", "profile", "transfer_side")
+        texts = ("order", "object_form", "salt", "carrier", "profile", "transfer_side", "full_graphs")
         for name in texts if self.release is None else (*texts, "release"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be text, got {getattr(self, name)!r}")
         if self.object_form not in _FORMS:
             raise ValueError(f"object_form must be one of {', '.join(_FORMS)}, got {self.object_form!r}")
+        if self.full_graphs not in _FULL_GRAPHS:
+            raise ValueError(f"full_graphs must be one of {', '.join(_FULL_GRAPHS)}, got {self.full_graphs!r}")
         if self.carrier not in ("event", "value"):
             raise ValueError(f"carrier must be event or value, got {self.carrier!r}")
         for name in ("file_tier", "server"):
@@ -190,10 +193,9 @@ class ConnectorSettings:
                 f"file_tier ({self.file_tier}) and server ({self.server}): the tiers are the server's then; start it "
                 f"with --tier {self.file_tier}, and leave file_tier out"
             )
-        if self.graph_waits:
+        if self.full_graphs == "inside":
             raise ValueError(
-                f"graph_waits cannot wait for loads from a server ({self.server}): leave graph_waits out, and vLLM "
-                "captures piecewise graphs"
+                f"full_graphs inside cannot wait for loads from a server ({self.server}): set full_graphs to before"
             )
 
     @classmethod
@@ -248,7 +250,7 @@ class ConnectorSettings:
         """When a load that has not landed has failed. Where graphs wait for it, that is before the host gives up, for
         the deadline is what frees a device whose graph waits for a write that never comes.
         """  # noqa: D205 - one sentence more than a line
-        return min(self.load_timeout_s, self.wait_timeout_s) if self.graph_waits else self.load_timeout_s
+        return min(self.load_timeout_s, self.wait_timeout_s) if self.full_graphs == "inside" else self.load_timeout_s
 
     @property
     def file_tier_bytes(self) -> int | None:
@@ -258,7 +260,7 @@ class ConnectorSettings:
     @property
     def carrier_kind(self) -> Carrier:
         """The carrier as the transfer engine takes it; captured graphs wait for words only."""
-        return Carrier.VALUE if self.graph_waits else Carrier[self.carrier.upper()]
+        return Carrier.VALUE if self.full_graphs == "inside" else Carrier[self.carrier.upper()]
 
 
 def _server_folder(text: str) -> Path:

@@ -127,8 +127,8 @@ class WorkerSide:
         self._layerwise = choice.layerwise
         self.captured: CapturedWaits | None = None
         """Waits inside captured graphs, where they are asked for."""
-        if facts.full_graphs and settings.waits_in_forward:
-            assert self.mover.engine is not None, "the settings refuse graph_waits with a server"
+        if facts.full_graphs and settings.waits_in_forward and settings.full_graphs == "inside":
+            assert self.mover.engine is not None, "the settings refuse it with a server"
             self.captured = CapturedWaits(
                 self.mover.engine,
                 layout.num_layers,
@@ -226,7 +226,7 @@ class WorkerSide:
             self._observations.step_begins(orders, waits=bool(self.loads.gated))
 
     def before_forward(self, *, replays: bool = False) -> None:
-        """Where no layer will wait, the step's own loads have landed.
+        """Where no layer will wait, all that the step must wait for has landed before it.
 
         Args:
             replays: the step is one captured graph.
@@ -235,7 +235,11 @@ class WorkerSide:
             return
         if replays:
             self.loads.replays()
-        if self.loads.hooks_bypassed or (self._settings.use_layerwise and not self._settings.waits_in_forward):
+        if (
+            self.loads.hooks_bypassed
+            or (self._settings.use_layerwise and not self._settings.waits_in_forward)
+            or (self.loads.replayed and self.captured is None)
+        ):
             self.loads.wait_whole()
 
     def wait_layer(self, name: str) -> None:

@@ -173,6 +173,11 @@ class WorkerLoads:
         """The step, if it computes anything, is one captured graph: no hook will be called."""
         self._replayed = self._orders.num_tokens > 0
 
+    @property
+    def replayed(self) -> bool:
+        """Whether the present step computes something, and that by one captured graph."""
+        return self._replayed
+
     def settle(self) -> None:
         """Every load that this step's layers waited for has landed, or has failed and is reported in this step.
 

@@ -1,18 +1,10 @@
-"""`graph_waits`: full CUDA graphs stay, and one that is replayed over blocks that are landing waits inside, by layers.
-
-A prompt whose last token alone is computed makes the replayed step: the request that loads and one that shares its
-blocks both decode over KV that needs some ten milliseconds to land, where the graph alone takes one. Blocks hold 7.0
-beforehand, so a layer read early shows. What is right is what the same two requests answer when they hit the engine's
-own cache: then they make the same steps, with everything there.
-"""
+"""`full_graphs: inside`: full CUDA graphs stay, and one that is replayed over blocks that are landing waits inside."""
 
 from __future__ import annotations
 
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,44 +15,34 @@ from lamella.cuda_ext.arrival import AfterEvent
 from lamella.cuda_ext.torch import event_handle
 from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
-from with_vllm.live_engine import ON_GPU, Answer, LiveEngine, Tolerance, prompt
-from with_vllm.tiny_llama import write_tiny_llama
+from with_vllm.full_graphs import (
+    CHUNK,
+    HIT,
+    LAYERS,
+    P,
+    all_same,
+    instead,
+    leave_nothing_behind,
+    loaded_and_shared,
+    replays,
+    stored,
+    told,
+    wide_engine,
+    windows_of_a_load,
+)
+from with_vllm.live_engine import ON_GPU, LiveEngine, prompt
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not ON_GPU, reason="only a GPU has CUDA graphs, and there is none here"),
 ]
-LAYERS, CHUNKS, CHUNK = 8, 126, 64
-HIT = CHUNKS * CHUNK
-P = prompt(HIT + 1)
-BOUND_S = 1.0
 STUCK_CYCLES = 10_000_000_000  # some 5 s
 
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
-    """An engine with full graphs, and half a gigabyte of KV a prompt."""
-    model = write_tiny_llama(
-        tmp_path_factory.mktemp("wide"), layers=LAYERS, kv_heads=8, head_dim=256, dtype=torch.bfloat16
-    )
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
     os.environ[TRY_GRAPH_WAITS] = "1"
-    live = LiveEngine(
-        model,
-        {
-            "layers_per_slice": 1,
-            "graph_waits": True,
-            "host_pool_gib": 2,
-            "chunk_tokens": CHUNK,
-            "in_flight_mb": 8,
-            "wait_timeout_s": BOUND_S,
-        },
-        max_model_len=8192,
-        max_num_batched_tokens=8192,
-        kv_cache_memory_bytes=4 << 30,
-    )
-    assert live.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    live = wide_engine(tmp_path_factory.mktemp("wide"), "inside")
     yield live
     live.close()
 
@@ -68,97 +50,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(full: LiveEngine) -> Iterator[None]:
     yield
-    full.worker.loads._hooks_bypassed = False
-    full.worker.engine.plant_fault(Direction.RETRIEVE, -1)  # none, whether one was met or not
-    full.outputs.clear()
-    full.settle()
-    assert full.side.book.num_held == 0
-    assert full.side.objects.index.occupancy().pins == 0
-
-
-@contextmanager
-def replays(live: LiveEngine) -> Iterator[list[list[int]]]:
-    """Yields, for each graph that is replayed whole, the layers landed of each load that it must wait for."""
-    core = live.llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    seen: list[list[int]] = []
-
-    def look() -> None:
-        seen.append([load.transfer.landed() for load in live.worker.loads.gated])
-
-    if hasattr(runner, "cudagraph_manager"):  # Model Runner V2
-        manager, original = runner.cudagraph_manager, runner.cudagraph_manager.run_fullgraph
-
-        def run(*arguments: Any) -> Any:
-            look()
-            return original(*arguments)
-
-        manager.run_fullgraph = run
-        try:
-            yield seen
-        finally:
-            del manager.run_fullgraph
-        return
-    began = live.worker.loads.replays
-
-    def replay() -> None:
-        look()
-        began()
-
-    live.worker.loads.replays = replay
-    try:
-        yield seen
-    finally:
-        del live.worker.loads.replays
-
-
-def loaded_and_shared(live: LiveEngine) -> list[Answer]:
-    """Two requests for P, of which the first loads it and the second hits the first one's blocks."""
-    live.add("r1", P)
-    live.add("r2", P)
-    return live.finish("r1", "r2")
-
-
-def stored(live: LiveEngine) -> list[Answer]:
-    """What both must answer; P is in the host pool afterwards, and nowhere else."""
-    live.stored(P, 1)
-    with live.nothing_loaded():
-        live.generate(P, 1)
-        answers = loaded_and_shared(live)
-    assert [answer.cached for answer in answers] == [HIT, HIT], "the yardstick hits the engine's own cache"
-    live.forget_blocks()
-    return answers
-
-
-def told(answers: list[Answer], right: list[Answer], met: list[list[int]]) -> str:
-    """All that is known of answers that are not as they should be."""
-    apart = [answer.deviation(own) for answer, own in zip(answers, right, strict=True)]
-    return (
-        f"apart {apart}, tolerated {Tolerance.logprob}; ended {[answer.reason for answer in answers]}; hits "
-        f"{[answer.cached for answer in answers]}; layers landed at each replay {met}; tokens "
-        f"{[answer.tokens for answer in answers]}, right {[own.tokens for own in right]}"
-    )
-
-
-def all_same(answers: list[Answer], right: list[Answer]) -> bool:
-    return all(answer.same(own) for answer, own in zip(answers, right, strict=True))
-
-
-def windows_of_a_load(live: LiveEngine) -> int:
-    """Windows in which P's load moves."""
-    before = live.worker.engine.lane(Direction.RETRIEVE).windows
-    loaded_and_shared(live)
-    live.forget_blocks()
-    return int(live.worker.engine.lane(Direction.RETRIEVE).windows - before)
-
-
-@contextmanager
-def instead(owner: Any, name: str, does: Callable[..., Any]) -> Iterator[None]:
-    setattr(owner, name, does)
-    try:
-        yield
-    finally:
-        delattr(owner, name)
+    leave_nothing_behind(full)
 
 
 @pytest.mark.known_fault(17)

@@ -194,7 +194,7 @@ def test_a_replay_is_known_by_its_context(
 def test_waits_inside_full_graphs_are_refused_until_they_are_asked_for_by_name(
     engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = ConnectorSettings(layers_per_slice=1, graph_waits=True)
+    settings = ConnectorSettings(layers_per_slice=1, full_graphs="inside")
     config = copy(engine.llm.llm_engine.vllm_config)
     config.compilation_config = copy(config.compilation_config)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE

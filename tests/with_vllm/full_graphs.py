@@ -1,0 +1,140 @@
+"""An engine whose decoding steps replay full CUDA graphs, and a prompt of which only the last token is computed.
+
+Such a prompt makes the replayed step: the request that loads and one that shares its blocks both decode over KV that
+needs some ten milliseconds to land, where the graph alone takes one. Blocks hold 7.0 beforehand, so a layer read early
+shows. What is right is what the same two requests answer when they hit the engine's own cache: then they make the same
+steps, with everything there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lamella.reference.plan import Direction
+from with_vllm.live_engine import Answer, LiveEngine, Tolerance, prompt
+from with_vllm.tiny_llama import write_tiny_llama
+
+LAYERS, CHUNKS, CHUNK = 8, 126, 64
+HIT = CHUNKS * CHUNK
+P = prompt(HIT + 1)
+BOUND_S = 1.0
+
+
+def wide_engine(folder: Path, full_graphs: str) -> LiveEngine:
+    """Half a gigabyte of KV a prompt; `full_graphs` as in the connector's settings."""
+    model = write_tiny_llama(folder, layers=LAYERS, kv_heads=8, head_dim=256, dtype=torch.bfloat16)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    settings = {
+        "layers_per_slice": 1,
+        "full_graphs": full_graphs,
+        "host_pool_gib": 2,
+        "chunk_tokens": CHUNK,
+        "in_flight_mb": 8,
+        "wait_timeout_s": BOUND_S,
+    }
+    sizes = {"max_model_len": 8192, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 4 << 30}
+    live = LiveEngine(model, settings, **sizes)
+    assert live.llm.llm_engine.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    return live
+
+
+def leave_nothing_behind(live: LiveEngine) -> None:
+    """As a test found it."""
+    live.worker.loads._hooks_bypassed = False
+    live.worker.engine.plant_fault(Direction.RETRIEVE, -1)  # none, whether one was met or not
+    live.outputs.clear()
+    live.settle()
+    assert live.side.book.num_held == 0
+    assert live.side.objects.index.occupancy().pins == 0
+
+
+@contextmanager
+def replays(live: LiveEngine) -> Iterator[list[list[int]]]:
+    """Yields, for each graph that is replayed whole, the layers landed of each load that it must wait for."""
+    core = live.llm.llm_engine.engine_core.engine_core
+    runner = core.model_executor.driver_worker.worker.model_runner
+    seen: list[list[int]] = []
+
+    def look() -> None:
+        seen.append([load.transfer.landed() for load in live.worker.loads.gated])
+
+    if hasattr(runner, "cudagraph_manager"):  # Model Runner V2
+        manager, original = runner.cudagraph_manager, runner.cudagraph_manager.run_fullgraph
+
+        def run(*arguments: Any) -> Any:
+            look()
+            return original(*arguments)
+
+        manager.run_fullgraph = run
+        try:
+            yield seen
+        finally:
+            del manager.run_fullgraph
+        return
+    began = live.worker.loads.replays
+
+    def replay() -> None:
+        look()
+        began()
+
+    live.worker.loads.replays = replay
+    try:
+        yield seen
+    finally:
+        del live.worker.loads.replays
+
+
+def loaded_and_shared(live: LiveEngine) -> list[Answer]:
+    """Two requests for P, of which the first loads it and the second hits the first one's blocks."""
+    live.add("r1", P)
+    live.add("r2", P)
+    return live.finish("r1", "r2")
+
+
+def stored(live: LiveEngine) -> list[Answer]:
+    """What both must answer; P is in the host pool afterwards, and nowhere else."""
+    live.stored(P, 1)
+    with live.nothing_loaded():
+        live.generate(P, 1)
+        answers = loaded_and_shared(live)
+    assert [answer.cached for answer in answers] == [HIT, HIT], "the yardstick hits the engine's own cache"
+    live.forget_blocks()
+    return answers
+
+
+def told(answers: list[Answer], right: list[Answer], met: list[list[int]]) -> str:
+    """All that is known of answers that are not as they should be."""
+    apart = [answer.deviation(own) for answer, own in zip(answers, right, strict=True)]
+    return (
+        f"apart {apart}, tolerated {Tolerance.logprob}; ended {[answer.reason for answer in answers]}; hits "
+        f"{[answer.cached for answer in answers]}; layers landed at each replay {met}; tokens "
+        f"{[answer.tokens for answer in answers]}, right {[own.tokens for own in right]}"
+    )
+
+
+def all_same(answers: list[Answer], right: list[Answer]) -> bool:
+    return all(answer.same(own) for answer, own in zip(answers, right, strict=True))
+
+
+def windows_of_a_load(live: LiveEngine) -> int:
+    """Windows in which P's load moves."""
+    before = live.worker.engine.lane(Direction.RETRIEVE).windows
+    loaded_and_shared(live)
+    live.forget_blocks()
+    return int(live.worker.engine.lane(Direction.RETRIEVE).windows - before)
+
+
+@contextmanager
+def instead(owner: Any, name: str, does: Callable[..., Any]) -> Iterator[None]:
+    setattr(owner, name, does)
+    try:
+        yield
+    finally:
+        delattr(owner, name)
