@@ -207,3 +207,19 @@ def test_as_much_is_stored_in_each_step_as_if_every_request_were_looked_at(
         expected = plain.step(engine, known, scheduled)
         assert {(one.request, one.first_chunk, one.num_tokens) for one in orders.stores} == expected
         done(engine.side, stores={one.number: Ended(1, True) for one in orders.stores})
+
+
+def test_who_comes_back_after_a_preemption_has_the_blocks_that_it_came_back_with() -> None:
+    engine = Engine()
+    engine.add("a", 80)
+    engine.step(a=40)
+    output = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=["a"], new_block_ids=[([50, 51, 52, 53],)], num_computed_tokens=[0], resumed_req_ids={"a"}
+        ),
+        num_scheduled_tokens={"a": 64},
+        total_num_scheduled_tokens=64,
+    )
+    (store,) = engine.side.step_orders(output).stores
+    assert store.blocks == ((50, 51, 52, 53),)
