@@ -59,12 +59,13 @@ class Predicted(NamedTuple):
 
 
 class ArmCheck(NamedTuple):
-    """One arm of one cell."""
+    """One arm of one cell; `setting` is what of it the world knows, the same for arms that differ in nothing else."""
 
     cell: str
     arm: str
     measured: Measured
     predicted: Predicted
+    setting: str = ""
 
     @property
     def error(self) -> float:
@@ -180,4 +181,4 @@ def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Ove
     tpot = statistics.fmean(record.tpot_ns for record in records)
     parts = _mean_parts(_predicted_parts(records))
     predicted = Predicted(statistics.fmean(times), tpot, percentiles(times), parts)
-    return ArmCheck(first.cell.name, first.arm, arm.measured, predicted)
+    return ArmCheck(first.cell.name, first.arm, arm.measured, predicted, str(arm.model))

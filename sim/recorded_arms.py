@@ -55,6 +55,9 @@ class Modelled:
     inputs_behind_bytes: int | None
     joins_at_once: bool = False
 
+    def __str__(self) -> str:
+        return f"{self.strategy} inside its step" if self.joins_at_once else str(self.strategy)
+
 
 def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Modelled | str:
     """The arm for the world, or why the world has no answer for it."""

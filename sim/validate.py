@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -252,12 +253,19 @@ def judge(checks: Sequence[ArmCheck]) -> Judgement:
         for name, check in arms.items():
             if name not in (*BASELINES, *NOT_ADVISED):
                 signs.append(_sign(check, base))
-        advised = {name: check for name, check in arms.items() if name not in NOT_ADVISED}
-        best = min(advised, key=lambda name: advised[name].measured.ttft_ns)
-        mine = min(advised, key=lambda name: advised[name].predicted.ttft_ns)
-        regret = advised[mine].measured.ttft_ns / advised[best].measured.ttft_ns - 1
-        advice.append(Advice(cell, mine, best, regret))
+        advice.append(_advice(cell, [check for name, check in arms.items() if name not in NOT_ADVISED]))
     return Judgement(tuple(checks), tuple(signs), tuple(advice))
+
+
+def _advice(cell: str, checks: Sequence[ArmCheck]) -> Advice:
+    """By setting: arms that are the same to the world count as one, by their mean."""
+    settings: dict[str, list[ArmCheck]] = {}
+    for check in checks:
+        settings.setdefault(check.setting or check.arm, []).append(check)
+    recorded = {name: statistics.fmean(one.measured.ttft_ns for one in of) for name, of in settings.items()}
+    predicted = {name: statistics.fmean(one.predicted.ttft_ns for one in of) for name, of in settings.items()}
+    best, mine = (min(means, key=means.__getitem__) for means in (recorded, predicted))
+    return Advice(cell, mine, best, recorded[mine] / recorded[best] - 1)
 
 
 def _sign(check: ArmCheck, base: ArmCheck) -> Sign:

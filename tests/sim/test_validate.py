@@ -1,6 +1,7 @@
 """The model against recorded runs: a run that the world itself made is predicted, and every figure can be wrong."""
 
 import json
+import lzma
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from lamella.sim.checks import ArmCheck, Measured, Predicted, group_arms, percentiles
 from lamella.sim.host_fit import fit
-from lamella.sim.overheads import MeasuredOverheads, Overheads
+from lamella.sim.overheads import MeasuredOverheads, Overheads, open_overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
 from lamella.sim.recorded_arms import InputsWait, model_of, predict
@@ -19,6 +20,7 @@ from lamella.sim.validate import Split, Validation, judge, validate
 from recorded_run import ARMS, cell, engine_row, recorded_lines, repeat_row, request_row
 
 DEVICE = Device(load_profile())
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TRUE = Overheads(
     pass_ns=1_400_000,
     launch_ns=6_000_000,
@@ -140,6 +142,12 @@ def test_regret_is_what_the_advice_costs_as_recorded() -> None:
         [check("x", "chunk_bounded", 100, 100), check("x", "fifo_first", 90, 95), check("x", "fifo_jit", 80, 97)]
     )
     assert judged.advice == (("x", "fifo_first", "fifo_jit", pytest.approx(90 / 80 - 1)),)
+
+
+def test_arms_that_are_one_setting_to_the_world_are_advised_as_one() -> None:
+    arms = [check("x", "chunk_bounded", 100, 100), check("x", "fifo_first", 80, 70), check("x", "fifo_value", 90, 70)]
+    judged = judge([arms[0], *(one._replace(setting="fifo/1/first") for one in arms[1:])])
+    assert judged.advice == (("x", "fifo/1/first", "fifo/1/first", 0.0),)
 
 
 def test_recomputing_is_compared_and_not_recommended() -> None:
@@ -392,7 +400,21 @@ def test_an_engine_that_does_not_schedule_ahead_is_refused_by_cell() -> None:
         validate(read_recorded(lines_of(*rows), "x"), DEVICE, Split((), ("x",)), KNOWN)
 
 
+def test_the_committed_recordings_give_the_figures_that_are_quoted() -> None:
+    kept = json.loads((RESULTS / "h200-2026-11-29-validation.json").read_text(encoding="utf-8"))
+    names = [f"h200-2026-11-29-grid-{group}.jsonl.xz" for group in ("core", "original")]
+    lines = [line for name in names for line in lzma.decompress((RESULTS / name).read_bytes()).decode().splitlines()]
+    split = Split.parse((RESULTS / "validation-split.json").read_text(encoding="utf-8"))
+    found = validate(read_recorded(lines, "the grid"), DEVICE, split)
+    assert json.loads(json.dumps(found.document())) == kept, "run lamella validate again, and say what changed"
+    assert found.overheads == open_overheads("vllm-0.26-h200-llama-3.1-8b")
+    test = found.test
+    assert test.error_at(0.5) <= 0.05
+    assert test.error_at(0.9) <= 0.10
+    assert test.right_signs == len(test.shown) >= 10
+    assert test.largest_regret <= 0.03
+
+
 def test_the_shipped_split_names_cells_once() -> None:
-    path = Path(__file__).parents[2] / "benchmarks" / "results" / "validation-split.json"
-    split = Split.parse(path.read_text(encoding="utf-8"))
+    split = Split.parse((RESULTS / "validation-split.json").read_text(encoding="utf-8"))
     assert len({*split.calibrate, *split.test}) == len(split.calibrate) + len(split.test)
