@@ -134,6 +134,32 @@ def test_a_link_and_a_gpu_that_were_not_measured_are_said_to_be_derived(verb: st
     assert document["profile"]["name"] == "h200-llama-3.1-8b+pcie4+compute-0.5x"
 
 
+SHIPPED = "vllm-0.26-h200-llama-3.1-8b"
+
+
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_a_measured_host_thread_changes_the_point_and_is_said(verb: str, tmp_path: Path) -> None:
+    bare, hosted = (tmp_path / name for name in ("bare", "hosted"))
+    assert "steps follow each other on the bare device" in run(verb, *QUICK[verb], "--out", str(bare))
+    printed = run(verb, *QUICK[verb], "--overheads", SHIPPED, "--out", str(hosted))
+    assert "Assumed: overheads of vLLM 0.26.0 with piecewise graphs on NVIDIA H200" in printed
+    assert "it schedules a step ahead" in printed
+    without, beside = (json.loads((folder / f"{verb}.json").read_text()) for folder in (bare, hosted))
+    if verb == "simulate":
+        times = [document["outcomes"][0]["mean_ttft_ns"] for document in (without, beside)]
+    else:
+        assert without["cells"] == beside["cells"], "the map stays the bare device's"
+        times = [document["study"][0]["repeats"][0]["mean_ttft_ns"] for document in (without, beside)]
+    assert times[1] > 1.05 * times[0]
+
+
+def test_explain_says_whose_host_thread_it_was_and_what_handing_out_took(tmp_path: Path) -> None:
+    run("simulate", "--requests", "2", "--overheads", SHIPPED, "--out", str(tmp_path))
+    printed = run("explain", "slowest", "--trace", str(tmp_path / "simulate.trace.json"))
+    assert "  handing out" in printed
+    assert "Note: Assumed: overheads of vLLM 0.26.0" in printed
+
+
 @pytest.mark.parametrize("verb", ["simulate", "sweep"])
 def test_the_same_seed_writes_the_same_bytes(verb: str, tmp_path: Path) -> None:
     written = []
@@ -286,6 +312,10 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
         (("simulate", "--table", "no-folder/x.csv"), "make the folder no-folder first"),
         (("sweep", "--prompt-tokens", "16", "--hit", "90%"), "is not one block of 16"),
         (("sweep", "--prompt-tokens", "16k", "--hit", "90%", "--hit-tokens", "5"), "not both"),
+        (
+            ("sweep", "--overheads", "nobodys"),
+            "no overheads 'nobodys' (No such file or directory); shipped are vllm-0.26",
+        ),
         (("sweep", "--link", "pcie9"), "a link is one of pcie3, pcie4, pcie5, pcie6, such as pcie4 or pcie4x8"),
         (("sweep", "--compute-speed", "0"), "compute speed must be between 0.01 and 100"),
         (("sweep", "--slo-ttft", "fast"), "a time is a positive number with us, ms or s, such as 200ms, got 'fast'"),
