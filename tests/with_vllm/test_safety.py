@@ -187,6 +187,7 @@ def test_a_replay_is_known_by_its_context(
     monkeypatch.setattr(engine.worker.loads, "_replayed", False)
     monkeypatch.setattr(engine.worker.loads, "_orders", StepOrders(num_tokens=1))
     monkeypatch.setattr(engine.worker.loads, "gated", [SimpleNamespace()])
+    monkeypatch.setattr(engine.worker.loads, "wait_whole", lambda: None)
     engine.connector.start_load_kv(SimpleNamespace(**context))
     assert engine.worker.loads._replayed == replays
 
