@@ -102,7 +102,7 @@ class FileReader:
         """Up to the first object of which something is not cached; that one's buffers hold anything.
 
         What can be settled beforehand is: between two reads the core's caches hold nothing of this program, and
-        whatever Python does there takes three to five times as long.
+        whatever Python does there takes several times as long.
         """
         steps: list[_Step] = []
         for place, (one, buffers) in enumerate(zip(objects, into, strict=True)):
