@@ -23,6 +23,30 @@ ARMS: dict[str, dict[str, Any] | None] = {
     "auto": {"layers_per_slice": "auto"},
     "recompute": None,
 }
+TRUE = Overheads(
+    pass_ns=1_400_000,
+    launch_ns=6_000_000,
+    full_launch_ns=0,
+    prefill_launch_ns=18_000_000,
+    gate_ns=30_000,
+    tail_ns=900_000,
+    report_ns=400_000,
+    first_token_ns=500_000,
+    after_join_ns=600_000,
+    idle_ns=1_600_000,
+    order_ns=300_000,
+    ask_ns=900_000,
+    ask_ns_per_1000_tokens=60_000,
+    join_ns=2_000_000,
+    join_ns_per_1000_tokens=200_000,
+    submit_ns=400_000,
+    first_slice_ns=100_000,
+    load_ns_per_mib=700,
+    prefill_rows=((768, 1110), (2048, 1030)),
+    beside_permille=1070,
+    scatter_permille=40,
+    drift_permille=30,
+)
 ENGINE = {"async_scheduling": True, "cudagraph_mode": "PIECEWISE", "max_num_batched_tokens": 8192}
 ADMITTED_US = 3_000
 
@@ -45,6 +69,16 @@ def cell(name: str, concurrency: int, hit: int = 15_360, new: int = 768, **more:
         "tier_gb_per_s": None,
     }
     return {**base, **more}
+
+
+CELLS = [
+    cell("a", 3),
+    cell("b", 3, hit=4_096, new=256),
+    cell("c", 4, new=2048),
+    cell("d", 1),
+    cell("e", 3, new=2048),
+    cell("f", 2, hit=8_192, new=768),
+]
 
 
 def engine_row(**more: Any) -> dict[str, Any]:

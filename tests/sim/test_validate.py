@@ -10,50 +10,17 @@ from typing import Any
 import pytest
 
 from lamella.sim.checks import ArmCheck, Measured, Predicted, group_arms, percentiles
-from lamella.sim.host_fit import fit
 from lamella.sim.overheads import MeasuredOverheads, Overheads, open_overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
 from lamella.sim.recorded_arms import InputsWait, model_of, predict
 from lamella.sim.strategies import AUTO, CHUNK_MAJOR, RECOMPUTE, Device, parse_strategy
 from lamella.sim.validate import Split, Validation, judge, validate
-from recorded_run import ARMS, cell, engine_row, recorded_lines, repeat_row, request_row
+from recorded_run import ARMS, CELLS, TRUE, cell, engine_row, recorded_lines, repeat_row, request_row
 
 DEVICE = Device(load_profile())
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-TRUE = Overheads(
-    pass_ns=1_400_000,
-    launch_ns=6_000_000,
-    full_launch_ns=0,
-    prefill_launch_ns=18_000_000,
-    gate_ns=30_000,
-    tail_ns=900_000,
-    report_ns=400_000,
-    first_token_ns=500_000,
-    after_join_ns=600_000,
-    idle_ns=1_600_000,
-    order_ns=300_000,
-    ask_ns=900_000,
-    ask_ns_per_1000_tokens=60_000,
-    join_ns=2_000_000,
-    join_ns_per_1000_tokens=200_000,
-    submit_ns=400_000,
-    first_slice_ns=100_000,
-    load_ns_per_mib=700,
-    prefill_rows=((768, 1110), (2048, 1030)),
-    beside_permille=1070,
-    scatter_permille=40,
-    drift_permille=30,
-)
 KNOWN = MeasuredOverheads("an engine", "made up", TRUE, {})
-CELLS = [
-    cell("a", 3),
-    cell("b", 3, hit=4_096, new=256),
-    cell("c", 4, new=2048),
-    cell("d", 1),
-    cell("e", 3, new=2048),
-    cell("f", 2, hit=8_192, new=768),
-]
 SPLIT = Split(("a", "b", "c"), ("d", "e", "f"))
 
 
@@ -356,48 +323,13 @@ def test_cells_in_neither_list_are_said_and_none_to_judge_by_is_refused() -> Non
         validate(run, DEVICE, Split(("a",), ("z",)), TRUE)
 
 
-# ---------------------------------------------------------------- fitting
-
-
-def test_each_part_is_found_in_the_instants_that_show_it() -> None:
-    """Within a few standard errors, or 3% where a part is not told apart from a neighbour to the last."""
-    run = read_recorded(recorded_lines(CELLS[:3], DEVICE, TRUE), "a run")
-    found = fit([repeat for repeat in run.repeats if repeat.settings is not None], run, DEVICE)
-    assert found.repeats == 3 * 3 * (len(ARMS) - 1)
-    for name in TRUE.names():
-        true, got = getattr(TRUE, name), getattr(found.overheads, name)
-        if name == "prefill_rows":
-            assert [tokens for tokens, _ in got] == [tokens for tokens, _ in true]
-            assert [permille for _, permille in got] == pytest.approx([permille for _, permille in true], rel=0.02)
-        else:
-            assert got == pytest.approx(true, rel=0.2, abs=60_000 if name.endswith("_ns") else 25), name
-
-
-def test_a_part_that_nothing_shows_stays_at_nothing() -> None:
-    run = read_recorded(recorded_lines(CELLS[:1], DEVICE, TRUE, arms=("recompute",)), "a run")
-    assert fit(run.repeats, run, DEVICE).overheads.ask_ns == 0
-    bare = read_recorded(lines_of(engine_row(), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)), "x")
-    assert fit(bare.repeats, bare, DEVICE).overheads == Overheads()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"join_ns": -1}, "join_ns must be at least 0, got -1"),
-        ({"idle_ns": 0}, "idle_ns must be at least 1, got 0"),
-        ({"beside_permille": 99}, "beside_permille must be at least 100, got 99"),
-        ({"prefill_rows": ((0, 1000),)}, "prefill_rows are .tokens, permille., at least 1 and 100, got .0, 1000."),
-    ],
-)
-def test_impossible_overheads_are_refused(change: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        replace(TRUE, **change)
-
-
 def test_an_engine_that_does_not_schedule_ahead_is_refused_by_cell() -> None:
     rows = [engine_row(async_scheduling=False), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)]
     with pytest.raises(ValueError, match="x, fifo_first: the engine did not schedule its steps ahead"):
         validate(read_recorded(lines_of(*rows), "x"), DEVICE, Split((), ("x",)), KNOWN)
+
+
+# ---------------------------------------------------------------- as shipped
 
 
 def test_the_committed_recordings_give_the_figures_that_are_quoted() -> None:

@@ -1,0 +1,53 @@
+"""Overheads are found in the instants of a recorded run that show them, and impossible ones are refused."""
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lamella.sim.host_fit import fit
+from lamella.sim.overheads import Overheads
+from lamella.sim.profiles import load_profile
+from lamella.sim.recorded import read_recorded
+from lamella.sim.strategies import Device
+from recorded_run import ARMS, CELLS, TRUE, cell, engine_row, recorded_lines, repeat_row, request_row
+
+DEVICE = Device(load_profile())
+
+
+def test_each_part_is_found_in_the_instants_that_show_it() -> None:
+    """Within a few standard errors, or 3% where a part is not told apart from a neighbour to the last."""
+    run = read_recorded(recorded_lines(CELLS[:3], DEVICE, TRUE), "a run")
+    found = fit([repeat for repeat in run.repeats if repeat.settings is not None], run, DEVICE)
+    assert found.repeats == 3 * 3 * (len(ARMS) - 1)
+    for name in TRUE.names():
+        true, got = getattr(TRUE, name), getattr(found.overheads, name)
+        if name == "prefill_rows":
+            assert [tokens for tokens, _ in got] == [tokens for tokens, _ in true]
+            assert [permille for _, permille in got] == pytest.approx([permille for _, permille in true], rel=0.02)
+        else:
+            assert got == pytest.approx(true, rel=0.2, abs=60_000 if name.endswith("_ns") else 25), name
+
+
+def test_a_part_that_nothing_shows_stays_at_nothing() -> None:
+    run = read_recorded(recorded_lines(CELLS[:1], DEVICE, TRUE, arms=("recompute",)), "a run")
+    assert fit(run.repeats, run, DEVICE).overheads.ask_ns == 0
+    bare = read_recorded(
+        map(json.dumps, (engine_row(), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3))), "x"
+    )
+    assert fit(bare.repeats, bare, DEVICE).overheads == Overheads()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"join_ns": -1}, "join_ns must be at least 0, got -1"),
+        ({"idle_ns": 0}, "idle_ns must be at least 1, got 0"),
+        ({"beside_permille": 99}, "beside_permille must be at least 100, got 99"),
+        ({"prefill_rows": ((0, 1000),)}, "prefill_rows are .tokens, permille., at least 1 and 100, got .0, 1000."),
+    ],
+)
+def test_impossible_overheads_are_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(TRUE, **change)
