@@ -19,7 +19,8 @@ class SafetyRules:
         report_once: a load is reported received exactly once (REL-1).
         hold_on_abort: blocks of a request that ends while something of it is in flight are held until that has ended,
             and reported then, once (SAFE-1).
-        wait_for_released: each layer of each step waits for every released load, whoever is in the batch (REL-2).
+        wait_for_released: each layer of each step waits for every released load of which the batch holds a block,
+            whosever request that is (REL-2).
         evict_on_abort: blocks of an aborted load leave the prefix cache, so that nobody else can hit them.
         keep_errors: an error after release is kept by block, and reported in every step whose batch holds one (SAFE-3).
         report_in_same_step: a wait that fails is reported in the step that waited.

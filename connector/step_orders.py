@@ -112,6 +112,8 @@ class StepOrders:
         num_tokens: tokens the step computes; 0: no forward pass.
         num_decoding: requests of the batch that stand still in a stall.
         held_blocks: blocks of loads that have not ended well which the batch takes for computed (SAFE-3).
+        held_is_known: `held_blocks` are all that there are, so that a load of which the batch holds none is not waited
+            for; false: the batch may hold any.
         rewritten_blocks: blocks of failed loads that this step computes anew.
         wants_report: answer even if there is nothing new.
         weights: for releases; None where the settings' release does without.
@@ -126,6 +128,7 @@ class StepOrders:
     num_tokens: int = 0
     num_decoding: int = 0
     held_blocks: frozenset[int] = frozenset()
+    held_is_known: bool = False
     rewritten_blocks: frozenset[int] = frozenset()
     wants_report: bool = False
     weights: StepWeights | None = None

@@ -233,6 +233,7 @@ class SchedulerSide:
             num_tokens=batch.num_tokens,
             num_decoding=num_decoding,
             held_blocks=held,
+            held_is_known=True,
             rewritten_blocks=rewritten,
             wants_report=bool(self.book.num_held),
             weights=weights,
@@ -248,7 +249,11 @@ class SchedulerSide:
             last.weights != weights
         ):
             self._quiet = StepOrders(
-                num_tokens=num_tokens, num_decoding=num_decoding, weights=weights, expected_ns=expected_ns
+                num_tokens=num_tokens,
+                num_decoding=num_decoding,
+                held_is_known=True,
+                weights=weights,
+                expected_ns=expected_ns,
             )
         return self._quiet
 

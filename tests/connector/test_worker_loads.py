@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from lamella.connector.step_orders import StepOrders
 from lamella.cuda_ext.transfer import TransferState
 from rank_loads import LAYERS, READS_IT, TABLE, Moving, Rank
 
@@ -56,3 +57,21 @@ def test_every_layer_hooked_is_nothing_to_report() -> None:
     rank.load()
     assert rank.step(READS_IT, hooked=range(LAYERS)) == set()
     assert not rank.loads.hooks_bypassed
+
+
+@pytest.mark.parametrize(
+    ("orders", "waits"),
+    [
+        (StepOrders(num_tokens=1, held_is_known=True), False),
+        (StepOrders(num_tokens=1, held_blocks=frozenset({9}), held_is_known=True), False),
+        (StepOrders(num_tokens=1, held_blocks=frozenset({TABLE[1], 9}), held_is_known=True), True),
+        (StepOrders(num_tokens=1), True),
+    ],
+    ids=["a batch without its blocks", "another load's reader", "a sharer of one block", "an engine that does not say"],
+)
+def test_a_released_load_holds_back_the_steps_that_may_read_it_and_no_others(orders: StepOrders, waits: bool) -> None:
+    rank = Rank()
+    load = rank.load_of(Moving())
+    assert rank.loads.poll().received
+    rank.loads.begin_step(orders)
+    assert rank.loads.gated == ([load] if waits else [])
