@@ -5,7 +5,7 @@ from __future__ import annotations
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from lamella.connector.step_orders import Ended, LoadOrder
+from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
 from lamella.cuda_ext.transfer import Arriving
 
 
@@ -41,6 +41,10 @@ class Load:
         if not self.submitted.done() or self.submitted.cancelled() or self.submitted.exception() is not None:
             return None
         return self.submitted.result()
+
+    def may_be_read_by(self, orders: StepOrders) -> bool:
+        """Whether the step's batch holds blocks of the load: its own request's, or a sharer's (REL-2)."""
+        return not orders.held_is_known or not self.blocks.isdisjoint(orders.held_blocks)
 
 
 @dataclass(slots=True)

@@ -110,11 +110,8 @@ class WorkerLoads:
             self.cancel(number)
         for order in orders.loads:
             self.begin(order, now_ns)
-        self.gated = [
-            load
-            for load in self._loads.values()
-            if load.released and self._may_be_read(load, orders) and self._outstanding(load)
-        ]
+        readable = (load for load in self._loads.values() if load.released and load.may_be_read_by(orders))
+        self.gated = [load for load in readable if self._outstanding(load)]
         for load in self.gated:
             load.ready_layer, load.waited_whole = 0, False
         if self._captured is not None and self.gated and not self._hooks_bypassed:
@@ -146,11 +143,6 @@ class WorkerLoads:
                     load.in_graphs = self._captured.gate(load.transfer, self._stream())
                 except TimeoutError as error:  # the wait at the step's end, or the hook's, is bounded by itself
                     _log.error("load %d is not waited for inside graphs: %s", load.order.number, error)
-
-    @staticmethod
-    def _may_be_read(load: Load, orders: StepOrders) -> bool:
-        """Whether the step's batch holds blocks of the load: its own request's, or a sharer's (REL-2)."""
-        return not orders.held_is_known or not load.blocks.isdisjoint(orders.held_blocks)
 
     def _outstanding(self, load: Load) -> bool:
         """Whether something of the load has still to land that a reader must wait for."""
