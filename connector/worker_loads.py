@@ -268,14 +268,10 @@ class WorkerLoads:
         if self._hooks_bypassed or self._several_groups:
             return False
         policy = self._release if load.order.plan is None else load.order.plan.release
-        plans = (other.order.plan for other in self._loads.values() if self._is_behind(other, load))
+        number = load.order.number  # the link has what was ordered later still to carry
+        plans = (one.order.plan for one in self._loads.values() if one.order.number > number and not one.landed)
         busy_ns = sum(plan.load_ns for plan in plans if plan is not None)
         return may_run(policy, load.order.plan, transfer, self._orders, self._num_layers, self._computed_ns, busy_ns)
-
-    @staticmethod
-    def _is_behind(other: Load, load: Load) -> bool:
-        """Whether the link has the other load still to carry behind this one."""
-        return other.order.number > load.order.number and not other.landed
 
     def errors(self) -> set[int]:
         """Blocks to report in this step: bad ones that its batch takes for computed, and those of parked requests."""
