@@ -269,7 +269,8 @@ class Run:
         self.engine.fill(cell)
         taken: dict[str, list[list[int]]] = {}
         cell = dataclasses.replace(cell, requests=min(8, cell.requests), output=min(8, cell.output), rate_per_s=None)
-        for name, concurrency in [("recompute", 1), *((name, cell.concurrency) for name in VERIFY_ARMS)]:
+        full = [name for name in cell.arms if name in self.arms and self.arms[name].graphs == "full"]
+        for name, concurrency in [("recompute", 1), *((name, cell.concurrency) for name in (*VERIFY_ARMS, *full))]:
             label = "recompute_alone" if (name, concurrency) == ("recompute", 1) else name
             if (cell.name, label) in self.verified or name not in self.arms:
                 continue
