@@ -248,24 +248,26 @@ class Verdict(NamedTuple):
     largest_deviation: float
 
 
-def judge(answers: Sequence[Row], right: Sequence[Row], tolerance: float) -> Verdict:
-    """Compares answers token by token up to the first that differs.
+_VERDICTS: Final = ("same", "near", "wrong")
+
+
+def judge(answers: Sequence[Row], rights: Sequence[Sequence[Row]], tolerance: float) -> Verdict:
+    """Compares answers token by token up to the first that differs, with every recomputation of them.
 
     There, an engine that only rounds otherwise has both tokens among its likeliest and their log-probabilities within
-    `tolerance` of each other; anything else is wrong. So is a log-probability further off before that.
+    `tolerance` of each other; anything else is wrong. So is a log-probability further off before that. What agrees with
+    one recomputation is right: each is, and where three tokens tie they agree no better with each other.
 
     Raises:
         ValueError: another number of answers.
     """
-    same = near = wrong = 0
-    largest = 0.0
-    for mine, other in zip(answers, right, strict=True):
-        verdict, deviation = _judge_one(mine, other, tolerance)
+    counts, largest = dict.fromkeys(_VERDICTS, 0), 0.0
+    for mine, *others in zip(answers, *rights, strict=True):
+        verdicts = (_judge_one(mine, other, tolerance) for other in others)
+        verdict, deviation = min(verdicts, key=lambda found: (_VERDICTS.index(found[0]), found[1]))
         largest = max(largest, deviation)
-        same += verdict == "same"
-        near += verdict == "near"
-        wrong += verdict == "wrong"
-    return Verdict(same, near, wrong, largest)
+        counts[verdict] += 1
+    return Verdict(*counts.values(), largest)
 
 
 def _judge_one(mine: Row, other: Row, tolerance: float) -> tuple[str, float]:
@@ -298,11 +300,11 @@ def tolerance_of(rows: Iterable[Row]) -> dict[str, float]:
 
 
 def verdicts_of(rows: Sequence[Row]) -> dict[tuple[str, str], Verdict]:
-    """(cell, arm) of every verified arm, against recomputation in company."""
+    """(cell, arm) of every verified arm, against recomputation in company and alone."""
     tolerances = tolerance_of(rows)
     taken = {(row["cell"]["name"], row["arm"]): row["answers"] for row in rows if row["kind"] == "verify"}
     return {
-        (cell, arm): judge(answers, taken[cell, "recompute"], tolerances[cell])
+        (cell, arm): judge(answers, [taken[cell, arm] for arm in ("recompute", "recompute_alone")], tolerances[cell])
         for (cell, arm), answers in taken.items()
-        if cell in tolerances and arm != "recompute"
+        if cell in tolerances and arm not in ("recompute", "recompute_alone")
     }

@@ -89,7 +89,7 @@ class ConnectorExchange:
     def _settings_of(self, arm: Arm | None, cell: Cell) -> RankSettings:
         own: Mapping[str, Any] = {} if arm is None or arm.settings is None else arm.settings
         extra = {**BASE_SETTINGS, "chunk_tokens": cell.chunk, "layers_per_slice": cell.width, **own}
-        if arm is None:
+        if arm is None or arm.settings is None:
             extra |= FILL
         if self._tiny:
             extra |= {"staging_mib": 4, "window_mib": 1}

@@ -120,7 +120,15 @@ RIGHT = [answer((5, -0.1, 6, -0.15), (7, -0.2, 8, -3.0))]
     ids=["the same", "a near tie", "a token out of nowhere", "a clear change", "a probability that moved"],
 )
 def test_rounding_is_told_from_wrong_answers(mine: dict[str, Any], verdict: tuple[int, int, int]) -> None:
-    assert judge([mine], RIGHT, tolerance=0.1)[:3] == verdict
+    assert judge([mine], [RIGHT], tolerance=0.1)[:3] == verdict
+
+
+def test_what_agrees_with_one_recomputation_is_right_and_with_none_is_wrong() -> None:
+    """Where three tokens tie, two recomputations and an answer can each list two others."""
+    company, alone = [answer((5, -1.0, 6, -1.05))], [answer((7, -1.0, 5, -1.08))]
+    assert judge([answer((7, -1.02, 8, -1.05))], [company, alone], 0.1)[:3] == (1, 0, 0)
+    assert judge([answer((6, -1.0, 5, -1.05))], [alone, company], 0.1)[:3] == (0, 1, 0)
+    assert judge([answer((9, -1.0, 8, -1.05))], [company, alone], 0.1)[:3] == (0, 0, 1)
 
 
 def test_the_tolerance_is_four_times_what_company_alone_changes() -> None:
