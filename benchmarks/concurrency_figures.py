@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from concurrency_arms import BASELINE, CHUNK_MAJOR
@@ -28,6 +28,9 @@ class ArmFigures:
         first_layer_ms, last_layer_ms: from the engine's having the request to the landing, on the slower rank.
         set_aside: repeats that do not count, because the host was slow.
         last_layer_by_rank_ms: the same of each rank; empty where there is one.
+        held_ms: from the first layer's landing to the release; None where none was released.
+        loads_ms: from a load's first copy to its last landing, median, p90 and longest; empty where nothing was loaded.
+        choices: how often `auto` chose what, over all requests.
     """
 
     ttft: Mean
@@ -48,6 +51,9 @@ class ArmFigures:
     flawed: int
     set_aside: int
     last_layer_by_rank_ms: tuple[float, ...] = ()
+    held_ms: float | None = None
+    loads_ms: tuple[float, ...] = ()
+    choices: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +155,25 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
         flawed=sum(map(is_flawed, rows)),
         set_aside=set_aside,
         last_layer_by_rank_ms=_last_by_rank_ms(loaded),
+        held_ms=_mean_of(
+            [(one["released_us"] - one["landed_us"][0]) / 1e3 for one in loaded if one.get("released_us") is not None]
+        ),
+        loads_ms=_loads_ms(loaded),
+        choices=_choices(rows),
     )
+
+
+def _loads_ms(requests: Sequence[Row]) -> tuple[float, ...]:
+    times = sorted((one["landed_us"][-1] - one["started_us"]) / 1e3 for one in requests if "started_us" in one)
+    return (_quantile(times, 0.5), _quantile(times, 0.9), times[-1]) if times else ()
+
+
+def _choices(rows: Sequence[Row]) -> dict[str, int]:
+    """What `auto` chose, from the connector's counters."""
+    counts: Counter[str] = Counter()
+    for row in rows:
+        counts.update({way: row["counters"].get(f"auto_{way}", 0) for way in ("early", "sync", "chunk_major", "off")})
+    return {way: count for way, count in counts.items() if count}
 
 
 def _last_by_rank_ms(requests: Sequence[Row]) -> tuple[float, ...]:

@@ -34,6 +34,7 @@ CEILING_SHARE: Final = 0.8
 MEAN_REGRET: Final = 0.03
 LARGEST_REGRET: Final = 0.08
 BYSTANDERS: Final = 0.05
+_NO_OVERLAP: Final = ("chunk", "recompute", "early", "peer")
 
 
 class Line(NamedTuple):
@@ -152,9 +153,7 @@ def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: fl
 
 def _best_layerwise(cell: CellFigures, arm: str) -> str | None:
     others = [
-        name
-        for name in cell.arms
-        if not name.startswith(("auto", "chunk", "recompute", "early", "peer")) and graphs_of(name) == graphs_of(arm)
+        name for name in cell.arms if not name.startswith(("auto", *_NO_OVERLAP)) and graphs_of(name) == graphs_of(arm)
     ]
     return min(others, key=lambda name: cell.arms[name].ttft.value, default=None)
 
@@ -284,6 +283,35 @@ def cells_table(cells: Mapping[str, CellFigures], predicted: Mapping[tuple[str, 
                 + " | ".join(f"{change.value:+.1%}{'*' if change.shown else ''}" for change in changes)
                 + f" | {shares} | {'-' if regret is None else f'{regret[0]:+.1%} ({regret[1]})'} | "
                 + ("-" if known is None else f"{known:.1f} ({known / cell.arms[arm].ttft.value - 1:+.0%})")
+                + " |"
+            )
+    return "\n".join(text) + "\n"
+
+
+def gains_table(cells: Mapping[str, CellFigures]) -> str:
+    """Every arm that overlaps, in each cell, against the better chunk-major form with the same graphs."""
+    text = [
+        "### gains (a star: shown)",
+        "",
+        "| C | cached + new | arm | TTFT, ms | TTFT | e2e | TPOT | throughput |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for cell in cells.values():
+        facts = cell.cell
+        for arm in sorted(cell.arms, key=lambda name: (graphs_of(name), cell.arms[name].ttft.value)):
+            base = baseline_of(cell, arm)
+            if base is None or arm.startswith(_NO_OVERLAP):
+                continue
+            before, after = cell.arms[base], cell.arms[arm]
+            changes = [
+                change_of(getattr(after, figure), getattr(before, figure), cell.drift)
+                for figure in ("ttft", "e2e", "tpot", "requests_per_s")
+            ]
+            text.append(
+                f"| {facts['concurrency']} | {facts['hit']:,} + {facts['new']:,} | {arm} | {before.ttft.value:.1f} → "
+                f"{after.ttft.value:.1f} | {changes[0].value:+.1%} ± {changes[0].error:.1%}"
+                f"{'*' if changes[0].shown else ''} | "
+                + " | ".join(f"{one.value:+.1%}{'*' if one.shown else ''}" for one in changes[1:])
                 + " |"
             )
     return "\n".join(text) + "\n"

@@ -1,4 +1,7 @@
-"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, and what later tokens pay for it."""
+"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, and what later tokens pay for it.
+
+Changes are against the better chunk-major form that replays the same graphs.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from concurrency_figures import CellFigures
+from concurrency_goals import baseline_of
+from concurrency_rules import change_of
 
 _COLOURS: Final = {
     "chunk_bounded": "#888888",
@@ -17,6 +22,9 @@ _COLOURS: Final = {
     "shortest_first": "#6f42c1",
     "sync": "#e0a800",
     "auto": "#2ca02c",
+    "fifo_full_graphs": "#0b3d66",
+    "sync_full_graphs": "#8a6d00",
+    "auto_full_graphs": "#145214",
 }
 
 
@@ -43,9 +51,10 @@ def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
     named: set[str] = set()
     for place, cell in enumerate(cells.values()):
         for index, name in enumerate(arms):
-            if name not in cell.arms or name == cell.baseline:
+            base = baseline_of(cell, name)
+            if name not in cell.arms or name == cell.baseline or base is None:
                 continue
-            change = cell.change(name)
+            change = change_of(cell.arms[name].ttft, cell.arms[base].ttft, cell.drift)
             axes.barh(
                 place + (index - (len(arms) - 1) / 2) * height,
                 100 * change.value,
@@ -72,11 +81,13 @@ def _trade(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
     figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")
     seen: set[str] = set()
     for cell in cells.values():
-        base = cell.arms[cell.baseline]
         for name, colour in _COLOURS.items():
-            if name not in cell.arms or name == cell.baseline or not base.tpot.value:
+            base_name = baseline_of(cell, name)
+            if name not in cell.arms or name == cell.baseline or base_name is None:
                 continue
-            arm = cell.arms[name]
+            arm, base = cell.arms[name], cell.arms[base_name]
+            if not base.tpot.value:
+                continue
             axes.scatter(
                 100 * (arm.ttft.value / base.ttft.value - 1),
                 100 * (arm.tpot.value / base.tpot.value - 1),

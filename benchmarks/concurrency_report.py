@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The table of a concurrency run: every arm of every cell beside the better chunk-major form and the ceiling.
 
-    concurrency_report.py RUN.jsonl ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
+    concurrency_report.py RUN ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
 
 A change counts only where the standard errors of both arms are at most 2%, the earlier and the later half of the
 baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import lzma
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,15 +22,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from concurrency_figures import CellFigures, figures_of, verdicts_of
-from concurrency_goals import cells_table, differences_table, goals, goals_table, predictions_of
+from concurrency_goals import cells_table, differences_table, gains_table, goals, goals_table, predictions_of
 from concurrency_rules import Mean, Row
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
-    """The lines of every file; one cut short by the end of a run is left out."""
+    """The lines of every file, of a packed one (.xz) too; one cut short by the end of a run is left out."""
     rows: list[Row] = []
     for path in paths:
-        for line in path.read_text(encoding="utf-8").splitlines():
+        packed = path.read_bytes()
+        for line in (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode("utf-8").splitlines():
             try:
                 rows.append(json.loads(line))
             except json.JSONDecodeError:
@@ -51,8 +53,9 @@ def table(cell: CellFigures) -> str:
         f"{cell.baseline}, drift {cell.drift:.1%}",
         "",
         "| arm | n | aside | TTFT mean ± se | change | p50 | p99 | first layer | all landed | e2e | TPOT | req/s "
-        "| stall | unnoticed | not admitted | link | GPU | peak in flight | bystanders' TPOT |",
-        "|---|" + "---|" * 18,
+        "| stall | held | unnoticed | not admitted | load p50, p90, longest | link | GPU | peak in flight "
+        "| bystanders' TPOT |",
+        "|---|" + "---|" * 20,
     ]
     for name, arm in sorted(cell.arms.items(), key=lambda item: item[1].ttft.value):
         change = cell.change(name)
@@ -66,7 +69,8 @@ def table(cell: CellFigures) -> str:
             f"{arm.p99:.1f} | "
             f"{_or_dash(arm.first_layer_ms)} | {_or_dash(arm.last_layer_ms)} | {_pm(arm.e2e)} | {arm.tpot.value:.2f} | "
             f"{arm.requests_per_s.value:.2f} | {arm.host_stall_ms:.1f} | "
-            f"{_or_dash(arm.unnoticed_ms)} | {_or_dash(arm.unadmitted_ms)} | {arm.link_busy:.0%} | "
+            f"{_or_dash(arm.held_ms)} | {_or_dash(arm.unnoticed_ms)} | {_or_dash(arm.unadmitted_ms)} | "
+            f"{', '.join(f'{ms:.1f}' for ms in arm.loads_ms) or '-'} | {arm.link_busy:.0%} | "
             f"{'-' if arm.gpu_busy is None else f'{arm.gpu_busy:.0%}'} | {arm.peak_in_flight_bytes / 1e6:.0f} MB | "
             f"{'-' if arm.bystander_tpot is None else _pm(arm.bystander_tpot)} |"
         )
@@ -74,6 +78,11 @@ def table(cell: CellFigures) -> str:
         f"\n{name}: all landed by rank {', '.join(f'{ms:.1f}' for ms in arm.last_layer_by_rank_ms)} ms"
         for name, arm in sorted(cell.arms.items())
         if arm.last_layer_by_rank_ms
+    ]
+    lines += [
+        f"\n{name} chose {', '.join(f'{way} {count}' for way, count in arm.choices.items())}"
+        for name, arm in sorted(cell.arms.items())
+        if arm.choices
     ]
     return "\n".join(lines) + "\n"
 
@@ -182,6 +191,7 @@ def main() -> int:
             print(table(cell))
         print(answers_table(rows))
         print(overview(cells))
+    print(gains_table(cells))
     print(differences_table(cells))
     print(cells_table(cells, predicted))
     print(goals_table(goals(cells, verdicts, rows)))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import lzma
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 from concurrency_figures import figures_of, is_flawed, judge, tolerance_of
-from concurrency_report import answers_table, overview, summary, table
+from concurrency_report import answers_table, overview, read, summary, table
 from concurrency_rules import Mean, change_of, counted
 
 CELL = {
@@ -158,3 +161,21 @@ def test_the_summary_holds_the_figures_without_the_requests() -> None:
     made = summary(lines(chunk_bounded=[100, 100], fifo_first=[60, 60]))
     assert made["cells"]["c"]["changes"]["fifo_first"]["ttft"]["value"] == pytest.approx(-0.4)
     assert "requests" not in made["cells"]["c"]
+
+
+def test_how_long_loads_took_and_releases_were_held_and_what_auto_chose() -> None:
+    held = request(50.0, started_us=2_000, landed_us=[3_000, 10_000, 42_000], released_us=11_000)
+    rows = [row("auto", repeat, 50.0, requests=[held, held, held], counters={"auto_early": 2}) for repeat in range(2)]
+    arm = figures_of(rows)["c"].arms["auto"]
+    assert arm.held_ms == pytest.approx(8.0)
+    assert arm.loads_ms == pytest.approx((40.0, 40.0, 40.0))
+    assert arm.choices == {"early": 4}
+    assert "auto chose early 4" in table(figures_of(rows)["c"])
+
+
+def test_a_packed_recording_reads_as_the_plain_one(tmp_path: Path) -> None:
+    text = "".join(json.dumps(one) + "\n" for one in lines(auto=[50.0])) + "cut sho"
+    (tmp_path / "run.jsonl").write_text(text)
+    (tmp_path / "run.jsonl.xz").write_bytes(lzma.compress(text.encode()))
+    assert len(read([tmp_path / "run.jsonl.xz"])) == 1
+    assert read([tmp_path / "run.jsonl.xz"]) == read([tmp_path / "run.jsonl"])
