@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
@@ -144,27 +144,23 @@ class FileReader:
         self, objects: Sequence[OpenObject], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
     ) -> Leading:
         shared = _SharedReads(self, objects, ranges, into)
-        others: list[Future[None]] = []
         try:
             for _ in range(min(self._num_threads, len(objects)) - 1):
-                others.append(self._threads.submit(shared.take_part))
-        except RuntimeError:  # closed, or the interpreter is ending: this thread reads them all
+                self._threads.submit(shared.take_part)
+        except RuntimeError:  # closed, no more threads to be had, or the interpreter is ending: those there are read
             pass
         try:
-            shared.take_part()
+            shared.read_on()
         finally:
-            shared.end()
-            wait([other for other in others if not other.cancel()])  # from here on the buffers are the caller's again
-        for other in others:
-            if not other.cancelled():
-                other.result()
+            shared.end()  # from here on the buffers are the caller's again
         return shared.outcome()
 
 
 class _SharedReads:
     """Objects that several threads read, each taking the next; after an error none is taken.
 
-    They are taken in order, so all before the first error were read.
+    They are taken in order, so all before the first error were read. Who takes part is counted here, not by futures: a
+    pool that cannot start a thread raises with the work in its queue, where a thread that becomes free comes to it.
     """
 
     def __init__(
@@ -178,37 +174,63 @@ class _SharedReads:
         self._objects = objects
         self._ranges = ranges
         self._into = into
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        self._num_objects = len(objects)
         self._next = 0
-        self._errors: dict[int, TierError] = {}
+        self._others = 0  # threads beside the caller's that are reading
+        self._errors: dict[int, BaseException] = {}
 
     def take_part(self) -> None:
+        """Called by another thread than the caller's; after the end it reads nothing."""
+        with self._changed:
+            if self._next == self._num_objects:
+                return
+            self._others += 1
+        try:
+            self.read_on()
+        finally:
+            with self._changed:
+                self._others -= 1
+                self._changed.notify()
+
+    def read_on(self) -> None:
         """Objects are read until there are none left."""
         while (place := self._take()) is not None:
             try:
                 self._reader.read(self._objects[place], self._ranges, self._into[place])
-            except TierError as error:
-                with self._lock:
+            except BaseException as error:  # the caller's, whichever thread met it
+                with self._changed:
                     self._errors[place] = error
-                self.end()
+                    self._next = self._num_objects
 
     def end(self) -> None:
-        """No more are taken."""
-        with self._lock:
-            self._next = len(self._objects)
+        """No more are taken, nobody reads, and no buffer is held."""
+        with self._changed:
+            self._next = self._num_objects
+            self._changed.wait_for(lambda: self._others == 0)
+        self._objects, self._into = (), ()
 
     def outcome(self) -> Leading:
-        """How far it came, once no thread takes part any more."""
-        if not self._errors:
-            return Leading(len(self._objects))
-        first = min(self._errors)
-        return Leading.cut_short(first, self._errors[first])
+        """How far it came, after the end.
+
+        Raises:
+            BaseException: what a read met that says nothing about its object.
+        """
+        own: dict[int, TierError] = {}
+        for place, error in self._errors.items():
+            if not isinstance(error, TierError):
+                raise error
+            own[place] = error
+        if not own:
+            return Leading(self._num_objects)
+        first = min(own)
+        return Leading.cut_short(first, own[first])
 
     def _take(self) -> int | None:
-        with self._lock:
+        with self._changed:
             place = self._next
-            self._next += place < len(self._objects)
-        return place if place < len(self._objects) else None
+            self._next += place < self._num_objects
+        return place if place < self._num_objects else None
 
 
 def fill(descriptor: int, buffer: memoryview, offset: int, place: str) -> None:

@@ -176,7 +176,7 @@ class FileTier:
             return True
 
     def close(self) -> None:
-        """As `Tier.close`: its files are closed and its threads end."""
+        """As `Tier.close`: its files are closed and its threads end; a read that goes on closes those it has."""
         self._held.close()
         self._reader.close()
 
@@ -211,7 +211,7 @@ class FileTier:
         except (KeyError, TierError) as error:
             return error
         except OSError as refused:
-            if refused.errno in (errno.EMFILE, errno.ENFILE) and (objects or held or self._held.close()):
+            if refused.errno in (errno.EMFILE, errno.ENFILE) and (objects or held or self._held.make_room()):
                 return None  # once those that are open now are closed
             return refusal(f"cannot read {self._place(key)}", refused)
         finally:

@@ -74,9 +74,15 @@ class OpenFiles:
         if self._files:
             self._close_given_before(self._clock_s() - self._idle_s)
 
-    def close(self) -> bool:
+    def make_room(self) -> bool:
         """All are closed; False if there were none."""
         return self._close_given_before(float("inf"))
+
+    def close(self) -> None:
+        """All are closed, and what is given from now on is too."""
+        with self._lock:
+            self._most = 0
+        self.make_room()
 
     def _close_given_before(self, limit_s: float) -> bool:
         idle: list[OpenObject] = []
