@@ -47,6 +47,16 @@ class Moving:
     def state(self) -> TransferState:
         return self._state
 
+    def land(self, layers: int = 1) -> None:
+        """So many layers more are there; with the last one it has ended."""
+        self._landed = min(LAYERS, self._landed + layers)
+        if self._landed == LAYERS:
+            self._state = TransferState.LANDED
+
+    def fail(self) -> None:
+        """The copy is lost."""
+        self._state = TransferState.FAILED
+
     def query(self) -> Progress:
         return Progress(self.state, LAYERS, self._landed, CopyMethod.AUTO, 0, 1, 1)
 

@@ -105,6 +105,16 @@ def test_a_hit_is_whole_blocks_and_leaves_the_last_token() -> None:
         assert side.matched_tokens(Request(f"q{length}", list(range(length))), 0) == (claimed, True)
 
 
+def test_chunks_that_were_loaded_are_not_stored_again_whether_they_are_still_kept_or_not() -> None:
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    _request, load = loading(side, "b", 24, [5, 6, 7, 8])
+    done(side, {"b"}, loads={load.number: Ended(1, True)})
+    side.reset()  # others had need of the room meanwhile
+    (store,) = side.step_orders(output_of(("b", [5, 6, 7, 8, 9, 10], 16, 8))).stores
+    assert (store.first_chunk, store.skip_tokens, store.num_tokens) == (2, 16, 24)
+
+
 @pytest.mark.known_fault(38)
 def test_objects_of_a_load_stay_until_it_has_ended_on_every_rank() -> None:
     side = side_of()

@@ -1,0 +1,352 @@
+"""An engine's scheduler without an engine, beside real loads on real ranks: who holds which block is known here too.
+
+It schedules as vLLM does: running requests first, then waiting ones; a prompt's blocks are hits of its own prefix
+cache, loaded, or computed; a parked request runs once every rank has reported it; who finds no block has somebody
+preempted; blocks of an ended request are held as long as the connector says. Block tables, and what of them a step
+takes for computed, are kept apart from the connector's own record of them: by that it is judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from lamella.connector.connector_metrics import Metrics
+from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.safety_rules import ALL_RULES
+from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepReport
+from lamella.connector.tier_prefetch import RankObjects
+from lamella.connector.vllm_scheduler import SchedulerSide
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.connector.worker_loads import WorkerLoads
+from lamella.cuda_ext.transfer import TransferState
+from lamella.reference.geometry import ObjectForm
+from lamella.reference.keys import KeySpace
+from lamella.reference.release import First
+from rank_loads import LAYERS, Moving
+
+BLOCK, CHUNK, NUM_BLOCKS, BUDGET = 4, 8, 26, 24
+SPACE = KeySpace("m", "float32", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, LAYERS))
+
+
+@dataclass
+class Prompt:
+    """A request as the connector sees it, and what the engine knows of it."""
+
+    request_id: str
+    all_token_ids: list[int]
+    state: str = "waiting"
+    table: list[int] = field(default_factory=list)
+    computed: int = 0
+    has_run: bool = False
+    ends_at: int = 0
+    status: Any = None
+    cache_salt = lora_request = mm_features = prompt_embeds = pooling_params = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.all_token_ids)
+
+
+class Part(NamedTuple):
+    """One request's part of a step, as the engine made it."""
+
+    one: Prompt
+    taken: frozenset[int]
+    written: frozenset[int]
+
+
+class OneRank:
+    """Loads on a rank, whose transfers land as the test says, and all at the end of a step that waited for them."""
+
+    def __init__(self) -> None:
+        self.moving: dict[int, Moving] = {}
+        self.orders: dict[int, LoadOrder] = {}
+        self.loads = WorkerLoads(
+            self._submit, LAYERS, First(1), BLOCK, 16, 0.05, lambda: 0, ALL_RULES, Metrics()
+        )  # fmt: skip
+
+    def _submit(self, order: LoadOrder) -> Any:
+        self.orders[order.number] = order
+        return lambda: self.moving.setdefault(order.number, Moving(landed=0))
+
+    def writes(self, number: int) -> frozenset[int]:
+        """Blocks that a load writes."""
+        order = self.orders[number]
+        return frozenset(order.blocks[0][order.skip_tokens // BLOCK :])
+
+    def unlanded(self) -> list[int]:
+        """Loads of which something may still come; those known to have failed are reported by block."""
+        known = {number for number in self.orders if (load := self.loads.find(number)) is not None and load.failed}
+        final = {number for number, one in self.moving.items() if one.state.is_final}
+        return [number for number in self.orders if number not in known and number not in final]
+
+
+class SmallEngine:
+    """See the module.
+
+    Args:
+        ranks: of tensor parallelism.
+        ahead: a step is made before the last one has run.
+        joins: loads join the next step instead of parking their request.
+    """
+
+    def __init__(self, ranks: int = 1, *, ahead: bool = False, joins: bool = False) -> None:
+        self.side = SchedulerSide(
+            ConnectorSettings(layers_per_slice=1, use_layerwise=joins), EngineFacts((BLOCK,), 64, ranks, SPACE)
+        )
+        self.side.set_ranks([RankObjects(b"s" * 32, 512)] * ranks, 64)
+        self.side.bind_block_pool(self)
+        self.ranks = [OneRank() for _ in range(ranks)]
+        self.depth = int(ahead)
+        self.starved: str | None = None
+        self.seen: Counter[str] = Counter()
+        self.requests: dict[str, Prompt] = {}
+        self.held: dict[str, list[int]] = {}
+        self._free = deque(range(1, NUM_BLOCKS))
+        self._users: Counter[int] = Counter()
+        self._cached: dict[tuple[int, ...], int] = {}
+        self._received: set[str] = set()
+        self._reports: Counter[str] = Counter()
+        self._queue: deque[tuple[StepOrders, list[Part]]] = deque()
+        self._added = 0
+
+    # ---- what a test does
+
+    def add(self, tokens: Sequence[int], new: int = 3) -> str:
+        """A request for these tokens and so many more."""
+        name = f"r{self._added}"
+        self._added += 1
+        self.requests[name] = Prompt(name, list(tokens), ends_at=len(tokens) + new)
+        return name
+
+    def abort(self, name: str) -> None:
+        """The request's client is gone."""
+        self._end(self.requests[name], "FINISHED_ABORTED")
+
+    def preempt(self, name: str) -> None:
+        """A running request loses its blocks."""
+        one = self.requests[name]
+        self._give_back(one.table)
+        one.table, one.computed, one.state = [], 0, "waiting"
+
+    def forget_cache(self) -> None:
+        """The engine's own prefix cache is empty."""
+        self._cached.clear()
+
+    def evict_blocks(self, blocks: set[int]) -> None:
+        """As the engine's block pool has it."""
+        self._cached = {key: block for key, block in self._cached.items() if block not in blocks}
+
+    def step(self) -> None:
+        """A step is made, and the one before it, or it itself, runs."""
+        self._queue.append(self._make_step())
+        while len(self._queue) > self.depth:
+            self._run(*self._queue.popleft())
+
+    def of_state(self, state: str) -> list[str]:
+        """Requests in this state."""
+        return [name for name, one in self.requests.items() if one.state == state]
+
+    # ---- a step is made
+
+    def _make_step(self) -> tuple[StepOrders, list[Part]]:
+        budget, batch = BUDGET, dict[str, int]()
+        fresh: list[Any] = []
+        going: list[tuple[str, list[int], int]] = []
+        resumed: set[str] = set()
+        parts: list[Part] = []
+
+        def scheduled(one: Prompt, blocks: list[int]) -> None:
+            nonlocal budget
+            new = min(budget, one.num_tokens - one.computed)
+            budget -= new
+            batch[one.request_id] = new
+            if one.state == "running":
+                going.append((one.request_id, blocks, one.computed))
+            elif one.has_run:
+                going.append((one.request_id, list(one.table), one.computed))
+                resumed.add(one.request_id)
+            else:
+                table = [*one.table]
+                fresh.append(
+                    SimpleNamespace(req_id=one.request_id, block_ids=(table,), num_computed_tokens=one.computed)
+                )
+            end = one.computed + new
+            taken = frozenset(one.table[: -(-one.computed // BLOCK)])
+            parts.append(Part(one, taken, frozenset(one.table[one.computed // BLOCK : -(-end // BLOCK)])))
+            one.state, one.has_run, one.computed = "running", True, end
+            self._commit(one, end)
+            if end == one.num_tokens and end < one.ends_at:
+                one.all_token_ids.append(1_000 + self._added * 37 + end)
+
+        for name in self.of_state("running"):
+            one = self.requests[name]
+            if one.state != "running" or one.computed >= one.num_tokens or not budget:
+                continue
+            blocks = self._grow(one, min(one.num_tokens, one.computed + budget))
+            while blocks is None and one.state == "running":
+                self.preempt([other for other in self.of_state("running") if other not in batch][-1])
+                blocks = self._grow(one, min(one.num_tokens, one.computed + budget)) if one.state == "running" else None
+            if blocks is not None:
+                scheduled(one, blocks)
+        for name in [*self.of_state("parked"), *self.of_state("promoted"), *self.of_state("waiting")]:
+            one = self.requests[name]
+            if one.state == "parked":
+                if name not in self._received:
+                    continue
+                self._received.discard(name)
+                one.state = "promoted"
+                self._commit(one, one.computed)
+            if not budget or (one.state == "waiting" and not self._admit(one)) or one.state == "parked":
+                continue
+            blocks = None if name == self.starved else self._grow(one, min(one.num_tokens, one.computed + budget))
+            if blocks is not None:
+                scheduled(one, blocks)
+            elif one.state != "promoted":
+                one.state = "promoted"  # it has blocks and runs when it finds more
+        cached = SimpleNamespace(
+            req_ids=[name for name, *_rest in going],
+            new_block_ids=[(blocks,) if blocks else None for _name, blocks, _computed in going],
+            num_computed_tokens=[computed for *_rest, computed in going],
+            resumed_req_ids=resumed,
+        )
+        output = SimpleNamespace(
+            scheduled_new_reqs=fresh,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=batch,
+            total_num_scheduled_tokens=sum(batch.values()),
+        )
+        orders = self.side.step_orders(output)
+        for order in orders.loads:
+            if order.request in self.requests:
+                own = tuple(self.requests[order.request].table[: -(-order.num_tokens // BLOCK)])
+                assert order.blocks == (own,), f"load {order.number} goes to {order.blocks}, and its request has {own}"
+        return orders, parts
+
+    def _admit(self, one: Prompt) -> bool:
+        """Whether the waiting request has blocks for what it hits, parked or not."""
+        tokens = tuple(one.all_token_ids)
+        hits: list[int] = []
+        while (end := (len(hits) + 1) * BLOCK) < one.num_tokens and tokens[:end] in self._cached:
+            hits.append(self._cached[tokens[:end]])
+        local = len(hits) * BLOCK
+        wanted, parked = self.side.matched_tokens(one, local)
+        if wanted is None:
+            return False
+        needed = -(-(local + wanted) // BLOCK) - len(hits)
+        if len([block for block in self._free if block not in hits]) < needed:
+            return False
+        self._use(hits)
+        one.table = [*hits, *self._take(needed)]
+        self.side.allocated(one, (list(one.table),), wanted)
+        one.computed, one.state = local + wanted, "parked" if parked else "waiting"
+        return True
+
+    # ---- blocks
+
+    def _grow(self, one: Prompt, end: int) -> list[int] | None:
+        """More blocks, up to that token; None: there are none."""
+        needed = max(0, -(-end // BLOCK) - len(one.table))
+        if len(self._free) < needed:
+            return None
+        more = self._take(needed)
+        one.table += more
+        return more
+
+    def _take(self, count: int) -> list[int]:
+        blocks = [self._free.popleft() for _ in range(count)]
+        self.evict_blocks(set(blocks))
+        self._users.update(blocks)
+        return blocks
+
+    def _use(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            if not self._users[block]:
+                self._free.remove(block)
+        self._users.update(blocks)
+
+    def _give_back(self, blocks: Sequence[int]) -> None:
+        self._users.subtract(blocks)
+        self._free.extend(block for block in reversed(blocks) if not self._users[block])
+
+    def _commit(self, one: Prompt, end: int) -> None:
+        """Whole blocks up to that token can be hit."""
+        for index in range(min(end, one.num_tokens) // BLOCK):
+            self._cached.setdefault(tuple(one.all_token_ids[: (index + 1) * BLOCK]), one.table[index])
+
+    # ---- a step runs, and its output is taken in
+
+    def _run(self, orders: StepOrders, parts: list[Part]) -> None:
+        report: StepReport | None = None
+        invalid: set[int] = set()
+        for rank in self.ranks:
+            rank.loads.begin_step(orders)
+            self.judge(rank, parts)
+            if orders.num_tokens:
+                for layer in range(LAYERS):
+                    rank.loads.wait_layer(layer)
+                rank.loads.settle()
+            polled = rank.loads.poll()
+            invalid |= rank.loads.errors()
+            self._reports.update(polled.received)
+            stores = {store.number: Ended(1, True) for store in orders.stores}
+            mine = StepReport(loads=polled.ended, stores=stores, ready_slots=64)
+            report = mine if report is None else report.merged(mine)
+        received = {name for name, count in self._reports.items() if count == len(self.ranks)}
+        for name in received:
+            del self._reports[name]
+        output = SimpleNamespace(finished_recving=received, finished_sending=None, invalid_block_ids=invalid)
+        self.side.step_done(output, report)
+        for name in output.finished_sending or ():
+            self._give_back(self.held.pop(name))
+        self._received |= {name for name in output.finished_recving or () if name in self.requests}
+        for one in list(self.requests.values()):
+            in_step = next((part for part in parts if part.one is one), None)
+            takes = in_step.taken if in_step is not None else frozenset(one.table) if one.state == "parked" else ()
+            if not invalid.isdisjoint(takes):
+                self._end(one, "FINISHED_ERROR")
+            elif in_step is not None and one.computed >= one.ends_at:
+                self._end(one, "FINISHED_LENGTH_CAPPED")
+
+    def _end(self, one: Prompt, status: str) -> None:
+        del self.requests[one.request_id]
+        self._received.discard(one.request_id)
+        one.status = SimpleNamespace(name=status)
+        if self.side.request_ended(one):
+            self.held[one.request_id] = one.table
+        else:
+            self._give_back(one.table)
+        one.table, one.state = [], "ended"
+
+    def judge(self, rank: OneRank, parts: list[Part]) -> None:
+        """The step waits for exactly those loads that have not landed and write a block its batch takes for computed.
+
+        By brute force over every load, every request of the batch and every block; and nobody writes such a block.
+        """
+        waits = {load.order.number for load in rank.loads.gated}
+        for number in rank.unlanded():
+            writes = rank.writes(number)
+            readers = [part.one.request_id for part in parts if not writes.isdisjoint(part.taken)]
+            assert (number in waits) == bool(readers), (
+                f"load {number} writes {sorted(writes)}, read by {readers}; the step waits for {sorted(waits)}"
+            )
+            assert not [part for part in parts if not writes.isdisjoint(part.written)] or number in waits
+            own = rank.orders[number].request
+            load = rank.loads.find(number)
+            self.seen["own"] += own in readers
+            self.seen["sharers"] += any(name != own for name in readers)
+            self.seen["sharers alone"] += bool(readers) and own not in readers
+            self.seen["sharers of a part"] += bool(readers) and not any(writes <= part.taken for part in parts)
+            self.seen["bystanders"] += bool(parts) and not readers and load is not None and load.released
+
+    # ---- what lands
+
+    def open_transfers(self) -> list[tuple[OneRank, Moving]]:
+        """Those that have not ended, by rank."""
+        return [
+            (rank, one) for rank in self.ranks for one in rank.moving.values() if one.state is TransferState.RUNNING
+        ]
