@@ -31,6 +31,7 @@ class ArmFigures:
         held_ms: from the first layer's landing to the release; None where none was released.
         loads_ms: from a load's first copy to its last landing, median, p90 and longest; empty where nothing was loaded.
         choices: how often `auto` chose what, over all requests.
+        slices: of how many loads, over all requests, so many slices landed apart; by their number.
     """
 
     ttft: Mean
@@ -54,6 +55,7 @@ class ArmFigures:
     held_ms: float | None = None
     loads_ms: tuple[float, ...] = ()
     choices: Mapping[str, int] = field(default_factory=dict)
+    slices: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +162,7 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
         ),
         loads_ms=_loads_ms(loaded),
         choices=_choices(rows),
+        slices=Counter(len(set(one["landed_us"])) for row in rows for one in row["requests"] if one.get("landed_us")),
     )
 
 

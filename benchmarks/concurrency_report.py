@@ -80,7 +80,8 @@ def table(cell: CellFigures) -> str:
         if arm.last_layer_by_rank_ms
     ]
     lines += [
-        f"\n{name} chose {', '.join(f'{way} {count}' for way, count in arm.choices.items())}"
+        f"\n{name} chose {', '.join(f'{way} {count}' for way, count in arm.choices.items())}; slices a load: "
+        + ", ".join(f"{slices} in {count}" for slices, count in sorted(arm.slices.items(), reverse=True))
         for name, arm in sorted(cell.arms.items())
         if arm.choices
     ]

@@ -170,7 +170,8 @@ def test_how_long_loads_took_and_releases_were_held_and_what_auto_chose() -> Non
     assert arm.held_ms == pytest.approx(8.0)
     assert arm.loads_ms == pytest.approx((40.0, 40.0, 40.0))
     assert arm.choices == {"early": 4}
-    assert "auto chose early 4" in table(figures_of(rows)["c"])
+    assert arm.slices == {3: 6}
+    assert "auto chose early 4; slices a load: 3 in 6" in table(figures_of(rows)["c"])
 
 
 def test_a_packed_recording_reads_as_the_plain_one(tmp_path: Path) -> None:
