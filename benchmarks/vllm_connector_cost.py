@@ -2,6 +2,7 @@
 """What the connector costs a real vLLM on a GPU when there is nothing to load: decode steps and prefill steps.
 
   vllm_connector_cost.py OUT.json [--rounds 11] [--deadline-s 400] [--arms ARM ...] [--decode-only] [--tiny]
+  vllm_connector_cost.py OUT.json --summarize    measures nothing: the summary anew, from the raw values in OUT.json
 
 Six engines, each a process of its own on one GPU, of which one at a time works while the others wait for orders:
 
@@ -52,6 +53,7 @@ COMPARED = [
     ("piecewise", "default"),
     ("layerwise", "default"),
     ("off", "default"),
+    ("before", "default"),
     ("captured", "default"),
     ("captured", "layerwise"),
 ]
@@ -225,11 +227,17 @@ def main() -> int:
     parser.add_argument("--arms", nargs="+", default=list(ARMS))
     parser.add_argument("--decode-only", action="store_true", help="leave the prefill cells out")
     parser.add_argument("--tiny", action="store_true", help="a small model: to try the program out")
+    parser.add_argument("--summarize", action="store_true", help="measure nothing: the summary anew, from raw values")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         serve(args.worker, args.model, args.tiny)
+        return 0
+    if args.summarize:
+        result = json.loads(args.out.read_text())
+        result["summary"] = summary(result["raw_ms"])
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
         return 0
     began = time.perf_counter()
     folder = tempfile.mkdtemp(prefix="llama8b-")

@@ -65,9 +65,7 @@ class OneRank:
     def __init__(self) -> None:
         self.moving: dict[int, Moving] = {}
         self.orders: dict[int, LoadOrder] = {}
-        self.loads = WorkerLoads(
-            self._submit, LAYERS, First(1), BLOCK, 16, 0.05, lambda: 0, ALL_RULES, Metrics()
-        )  # fmt: skip
+        self.loads = WorkerLoads(self._submit, LAYERS, First(1), BLOCK, 16, 0.05, lambda: 0, ALL_RULES, Metrics())
 
     def _submit(self, order: LoadOrder) -> Any:
         self.orders[order.number] = order
