@@ -161,3 +161,4 @@ def test_the_documents_example_can_be_pasted() -> None:
     )
     settings = ConnectorSettings.from_mapping(config["kv_connector_extra_config"])
     assert (settings.layers_per_slice, settings.release, settings.host_pool_gib) == (1, "first", 32)
+    assert settings.full_graphs == "before", "decoding keeps full graphs"
