@@ -251,14 +251,17 @@ def fill(descriptor: int, buffer: memoryview, offset: int, place: str) -> None:
 def remove_damaged(descriptor: int, place: str, damage: DamagedObjectError) -> None:
     """The open file is not to be found at `place` any more; one that has replaced it is left alone."""
     path = Path(place)
+    outcome = "another file has replaced it"
     try:
         there, opened = path.stat(follow_symlinks=False), os.fstat(descriptor)
         if (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino):
             path.unlink()
+            outcome = "it was removed"
+    except FileNotFoundError:
+        outcome = "it is gone already"
     except OSError as refused:
-        _log.warning("%s, and it cannot be removed: %s", damage, refused)
-        return
-    _log.warning("%s; it was removed", damage)
+        outcome = f"it cannot be removed: {refused}"
+    _log.warning("%s; %s", damage, outcome)
 
 
 def refusal(what: str, refused: OSError) -> TierError:

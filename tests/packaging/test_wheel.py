@@ -50,6 +50,17 @@ def test_every_source_module_is_in_the_wheel_and_no_other(wheel: Path, root: Pat
     assert found == expected | {"lamella/__init__.py"}
 
 
+def test_every_file_of_measurements_is_in_the_wheel(wheel: Path, root: Path) -> None:
+    """Profiles and sets of overheads: without them an installed simulator has nothing to answer from."""
+    expected = {
+        f"lamella/{kept.relative_to(root).as_posix()}"
+        for package in PACKAGES
+        for kept in (root / package).rglob("*.json")
+    }
+    assert {name.split("/")[2] for name in expected} >= {"overhead_sets", "profiles"}
+    assert {name for name in _names(wheel) if name.startswith("lamella/") and name.endswith(".json")} == expected
+
+
 def test_no_native_source_and_no_build_file_is_in_the_wheel(wheel: Path) -> None:
     unwanted = [name for name in _names(wheel) if "/csrc/" in name or name.endswith(("CMakeLists.txt", ".pyc", ".o"))]
     assert unwanted == []

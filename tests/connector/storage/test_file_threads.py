@@ -186,3 +186,45 @@ def test_files_that_are_given_twice_or_beyond_the_limit_are_closed(kept: Kept) -
     assert held.take(kept.keys) == {}
     assert kept.disk.open_now == {}
     assert kept.read(LAST)[0] == Leading(6)
+
+
+# ---- what is said of a damaged file
+
+
+@pytest.mark.parametrize(
+    ("meanwhile", "said"),
+    [("nothing", "it was removed"), ("removed", "it is gone already"), ("replaced", "another file has replaced it")],
+)
+def test_the_log_says_what_became_of_a_damaged_file(
+    meanwhile: str, said: str, kept: Kept, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept.damage(0, 0)
+    place, inner = Path(kept.place(0)), kept.disk.preadv
+
+    def preadv(descriptor: int, buffers: Sequence[memoryview], offset: int, flags: int = 0) -> int:
+        if kept.disk.open_now.get(descriptor) == str(place) and offset >= PAGE_BYTES:
+            if meanwhile == "removed":
+                place.unlink(missing_ok=True)
+            elif meanwhile == "replaced":
+                place.with_suffix(".new").write_bytes(b"another process's")
+                place.with_suffix(".new").rename(place)
+        return inner(descriptor, buffers, offset, flags)
+
+    kept.disk.preadv = preadv  # type: ignore[method-assign]
+    assert kept.read()[0].num_objects == 0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith(f"is damaged in run 0: its checksum differs; {said}")
+    assert place.exists() == (meanwhile == "replaced"), "what another process has put is left alone"
+
+
+def test_a_damaged_file_of_a_folder_that_cannot_be_written_says_so(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    kept.damage(0, 0)
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert kept.read()[0].num_objects == 0
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "its checksum differs; it cannot be removed: [Errno 13]" in message
