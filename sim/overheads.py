@@ -176,10 +176,13 @@ def open_overheads(name: str) -> MeasuredOverheads:
     """
     path = Path(name) if name.endswith(".json") else Path(__file__).parent / "overhead_sets" / f"{name}.json"
     try:
-        return read_overheads(path.read_text("utf-8"), name)
+        text = path.read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{name} is not a text file: {error}") from error
     except OSError as error:
         shipped = ", ".join(shipped_overheads()) or "none"
         raise ValueError(f"no overheads {name!r} ({error.strerror}); shipped are {shipped}") from error
+    return read_overheads(text, name)
 
 
 def shipped_overheads() -> tuple[str, ...]:
