@@ -24,7 +24,7 @@ from lamella.cuda_ext import _engine_library as abi
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival import AfterEvent, Carrier, Fence, HostFence
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
-from lamella.cuda_ext.registered import RegisteredCache, native_shape
+from lamella.cuda_ext.registered import RegisteredCache, block_table, native_shape
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
 from lamella.reference.layout import EngineLayout, ObjectLayout
 from lamella.reference.ordering import Fifo, OrderPolicy, Submission
@@ -219,8 +219,7 @@ class TransferEngine:
             cache: from `register_cache`.
             direction: retrieve or store.
             objects: addresses by absolute chunk; registered with the device.
-            block_ids: a block table for each kernel group, as in `TransferRequest`; NumPy int32 arrays are taken as
-                they are.
+            block_ids: a block table for each kernel group, as in `TransferRequest`; NumPy arrays are of int32.
             num_tokens, skip_tokens, null_block: as in `TransferRequest`.
             width: layers per slice, or a schedule.
             slices: the slices themselves, without a gap; instead of `width`.
@@ -235,13 +234,13 @@ class TransferEngine:
             generation: of that word (event carrier); 0: the engine counts.
 
         Raises:
-            ValueError: what `check_request` refuses, a chunk without an object, keys that do not match the slices, or a
-                method that these blocks do not allow. Nothing was queued.
+            ValueError: what `check_request` refuses, a chunk without an object, a block id that has no 32 bits, keys
+                that do not match the slices, or a method that these blocks do not allow. Nothing was queued.
             TransferStopped: the engine is closed or its device is lost.
         """
         plan = cache.cut_by(width) if slices is None else cache.cut_at(tuple(slices))
-        tables = [np.ascontiguousarray(ids, dtype=np.int32) for ids in block_ids]
-        table_addresses = array("Q", [table.__array_interface__["data"][0] for table in tables])
+        tables = [block_table(ids) for ids in block_ids]
+        table_addresses = array("Q", [table.buffer_info()[0] for table in tables])
         table_sizes = array("i", map(len, tables))
         addresses = array("Q", objects.addresses)
         host_fence, event, stream, has_stream = self._fence(fence)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import struct
+from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, c_int32, c_uint64
 from functools import lru_cache
@@ -71,7 +73,7 @@ class RegisteredCache:
     def slice_bytes(
         self,
         cut: Cut,
-        tables: Sequence[NDArray[np.int32]],
+        tables: Sequence[array[int]],
         num_tokens: int,
         skip_tokens: int,
         null_block: int | None,
@@ -85,11 +87,26 @@ class RegisteredCache:
             size = group.block_tokens
             first = np.arange(len(table), dtype=np.int64) * size  # [blocks]
             held = np.minimum(first + size, num_tokens) - np.maximum(first, skip_tokens)  # [blocks]
-            tokens = int(held[(held > 0) & (table != null_block)].sum())
+            tokens = int(held[(held > 0) & (np.frombuffer(table, np.int32) != null_block)].sum())
             bytes_a_layer.append(tokens * group.geometry.token_layer_bytes)
         return tuple(
             sum(count * size for count, size in zip(counts, bytes_a_layer, strict=False)) for counts in cut.layers
         )
+
+
+def block_table(ids: Sequence[int] | NDArray[np.int32]) -> array[int]:
+    """Block ids as C reads them. For a tuple `struct` takes a third of NumPy's or `array`'s time, and a load waits.
+
+    Raises:
+        ValueError: an id that is no 32-bit integer.
+    """
+    if isinstance(ids, np.ndarray):
+        return array("i", np.ascontiguousarray(ids, dtype=np.int32).tobytes())
+    try:
+        return array("i", struct.pack(f"{len(ids)}i", *ids))
+    except struct.error:
+        wrong = next((one for one in ids if not -(2**31) <= one < 2**31), ids)
+        raise ValueError(f"block ids must be 32-bit integers, got {wrong!r}") from None
 
 
 def native_shape(layout: ObjectLayout, engines: Sequence[EngineLayout]) -> tuple[RequestStruct, list[object]]:

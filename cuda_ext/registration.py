@@ -128,6 +128,8 @@ class Registration:
         self._on_ready = on_ready
         self._states = [PieceState.PENDING] * -(-total_bytes // piece_bytes)
         self._failed: list[FailedPiece] = []
+        self.leading_ready = 0
+        """Pieces from piece 0 on that are all READY; read without a lock."""
         self._stopping = False
         self._changed = threading.Condition()
         if error := self._register(0):
@@ -165,6 +167,7 @@ class Registration:
             self._stopping = True
             self._changed.notify_all()
         self._thread.join()
+        self.leading_ready = 0
         for piece, state in enumerate(self._states):
             if state is PieceState.READY:
                 self._registrar.unregister(self._base + piece * self._piece_bytes, self._bytes_of(piece))
@@ -196,6 +199,8 @@ class Registration:
             self._states[piece] = PieceState.FAILED if error else PieceState.READY
             if error:
                 self._failed.append(FailedPiece(piece, error))
+            elif self.leading_ready == piece:
+                self.leading_ready += 1
             self._changed.notify_all()
         if not error:
             self._on_ready(piece)

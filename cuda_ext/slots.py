@@ -166,14 +166,16 @@ class SlotMemory:
             ValueError: a slot outside the memory.
             RuntimeError: a slot whose piece is not registered here (yet): wait with `wait_registered`.
         """
-        for slot in (min(slots, default=0), max(slots, default=0)):
+        last = max(slots, default=0)
+        for slot in (min(slots, default=0), last):
             if not 0 <= slot < self.shape.num_slots:
                 raise ValueError(f"slot must be between 0 and {self.shape.num_slots - 1}, got {slot}")
         piece_slots, pitch_bytes, base = self._piece_slots, self._pitch_bytes, self._base
-        for piece in {slot // piece_slots for slot in slots}:
-            state = self._registration.state(piece)
-            if state is not PieceState.READY:
-                raise RuntimeError(f"slots {self.shape.slots_of(piece)} are not registered here: {state.value}")
+        if last // piece_slots >= self._registration.leading_ready:
+            for piece in {slot // piece_slots for slot in slots}:
+                state = self._registration.state(piece)
+                if state is not PieceState.READY:
+                    raise RuntimeError(f"slots {self.shape.slots_of(piece)} are not registered here: {state.value}")
         return tuple([base + slot * pitch_bytes for slot in slots])
 
     def buffer(self, slot: int) -> memoryview:

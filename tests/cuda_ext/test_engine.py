@@ -5,6 +5,7 @@ import itertools
 import subprocess
 import threading
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -97,6 +98,8 @@ def test_a_table_of_null_blocks_moves_nothing_and_lands() -> None:
     [
         ({"table": np.arange(3)}, "64 tokens need 16 blocks of 4, got 3 block ids"),
         ({"table": np.arange(17, 33)}, "block id 32 is outside the cache's 0 .. 31"),
+        ({"table": (*range(15), 2**31)}, "block ids must be 32-bit integers, got 2147483648"),
+        ({"table": (*range(15), 1.5)}, "block ids must be 32-bit integers, got"),
         ({"skip_tokens": 65}, "skip_tokens must be between 0 and 64, got 65"),
         ({"width": 7}, "layers_per_slice must be between 1 and 6, got 7"),
         ({"keys": (1, 2)}, "keys must have one entry for each of 6 slices, got 2"),
@@ -113,6 +116,16 @@ def test_a_mistaken_request_is_one_sentence_and_queues_nothing(asked: dict[str, 
         with pytest.raises(ValueError, match="chunk 3 has no object"):
             engine.retrieve(cache, type(small.host())((*small.addresses[:3], 0)), [small.table], 32)
     assert small.untouched()
+
+
+@pytest.mark.parametrize(
+    "kind", [tuple, list, np.array, lambda ids: np.array(ids, np.int32), lambda ids: [*np.array(ids)]]
+)
+def test_a_block_table_may_be_any_sequence_of_integers(kind: Callable[[list[int]], Sequence[int]]) -> None:
+    small = SmallCache()
+    with small_engine(small) as (engine, cache):
+        retrieve(engine, cache, small, table=kind(small.table.tolist())).wait(WAIT_S)
+    assert all(small.layer_holds(layer, 64) for layer in range(6))
 
 
 # ---- order
