@@ -34,7 +34,8 @@ def on(server: ServerProcess, model: Path, *, paced: bool = False, **more: Any) 
 
 def on_folder(folder: Path, model: Path, *, paced: bool = False, **more: Any) -> LiveEngine:
     """An engine whose objects the server of that folder keeps."""
-    options = {"num_gpu_blocks_override": 40 if paced else 100, **more.pop("options", {})}
+    # eager on a GPU too: with captured graphs one start took a minute there
+    options = {"num_gpu_blocks_override": 40 if paced else 100, "enforce_eager": True, **more.pop("options", {})}
     live = LiveEngine(model, {**EXTRA, "server": str(folder), **more}, paced=paced, **options)
     live.side.objects._answer_s = 5.0  # the machine that runs the tests may be busy
     live.wait_until(lambda: live.worker.mover._mover.ready_slots > 0)

@@ -127,7 +127,7 @@ def test_two_ranks_and_an_engine_core_of_its_own_load_what_an_engine_left(tiny_l
     with serving(tmp_path / "s", "--memory", "256MiB") as server:
         until_served(server)
         extra = {**EXTRA, "server": str(server.folder)}
-        asked: dict[str, Any] = {"options": {"tensor_parallel_size": 2}, "forget": True}
+        asked: dict[str, Any] = {"options": {"tensor_parallel_size": 2, "enforce_eager": True}, "forget": True}
         two = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
         first = answers_of(tiny_llama, extra, two, **asked, prompts=[prompt(40, 77), P, P])
         again = answers_of(tiny_llama, extra, two, **asked, prompts=[P])
