@@ -294,7 +294,7 @@ def judge(answers: Sequence[Row], rights: Sequence[Sequence[Row]], tolerance: fl
         verdict, deviation = min(verdicts, key=lambda found: (_VERDICTS.index(found[0]), found[1]))
         largest = max(largest, deviation)
         counts[verdict] += 1
-    return Verdict(*counts.values(), largest)
+    return Verdict(counts["same"], counts["near"], counts["wrong"], largest)
 
 
 def _judge_one(mine: Row, other: Row, tolerance: float) -> tuple[str, float]:
