@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from lamella.reference.plan import Direction
-from with_vllm.live_engine import Answer, LiveEngine, Tolerance, prompt
+from with_vllm.answers import Answer, Tolerance
+from with_vllm.live_engine import LiveEngine, prompt
 from with_vllm.tiny_llama import write_tiny_llama
 
 LAYERS, CHUNKS, CHUNK = 8, 126, 64

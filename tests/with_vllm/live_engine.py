@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from vllm import LLM, SamplingParams
@@ -22,9 +22,11 @@ from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES
 from lamella.connector.slice_width import choose_width
 from lamella.connector.step_forecast import StepForecast
+from lamella.connector.step_orders import LoadOrder
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.worker_loads import Load
 from lamella.reference.slices import plan_slices
+from with_vllm.answers import Answer, Tolerance, answer_of, tolerance_for
 from with_vllm.gates import NativeGate, SliceGate
 
 BLOCK = 32
@@ -37,10 +39,6 @@ PLAIN_STEPS = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" if ON_GPU else n
 """Whether a running request can be taken back: by the first model runner, when it makes one step after another."""
 
 DTYPE = "bfloat16" if ON_GPU else "float32"
-_NOISE_FLOOR, _NOISE_LIMIT = (
-    0.02,
-    0.4,
-)  # of a log-probability in bfloat16; a layer read too early moves one by more than 1
 
 
 def prompt(num_tokens: int, salt: int = 0) -> list[int]:
@@ -52,64 +50,6 @@ def sampling(num_tokens: int) -> SamplingParams:
     return SamplingParams(
         temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=2
     )
-
-
-class Tolerance:
-    """How far apart two right answers may be; 0 on a CPU, where they are equal to the bit."""
-
-    logprob = 0.0
-
-
-class Answer(NamedTuple):
-    """What a request gave. Logprobs are compared as well: small damage leaves tokens as they are."""
-
-    tokens: tuple[int, ...]
-    logprobs: tuple[float, ...]
-    reason: str | None
-    cached: int | None
-    leads: tuple[float, ...] = ()
-    """By how much each token was more likely than the next best."""
-
-    def same(self, other: Answer) -> bool:
-        """Equal to the bit, or on a GPU as near as the engine's own repetitions are."""
-        if self[:3] == other[:3]:
-            return True
-        return self.reason == other.reason and self.deviation(other) <= Tolerance.logprob
-
-    def deviation(self, other: Answer) -> float:
-        """The smallest tolerance of a log-probability under which both are right.
-
-        Where tokens differ it is half the larger lead that a chosen one had, or the difference of their own
-        log-probabilities: within that, either is right, and what follows is another text that is not compared.
-        """
-        if len(self.tokens) != len(other.tokens):
-            return math.inf
-        largest = 0.0
-        leads = map(max, self.leads, other.leads)
-        for mine, theirs, a, b, lead in zip(
-            self.tokens, other.tokens, self.logprobs, other.logprobs, leads, strict=True
-        ):
-            if mine != theirs:
-                return max(largest, lead / 2, abs(a - b))
-            largest = max(largest, abs(a - b))
-        return largest
-
-
-def answer_of(output: Any) -> Answer:
-    best = output.outputs[0]
-    steps = [{token: found.logprob for token, found in step.items()} for step in best.logprobs or ()]
-    logprobs = tuple(step[token] for step, token in zip(steps, best.token_ids, strict=True))
-    leads = tuple(
-        own - max(value for token, value in step.items() if token != chosen)
-        for step, chosen, own in zip(steps, best.token_ids, logprobs, strict=True)
-    )
-    return Answer(tuple(best.token_ids), logprobs, best.finish_reason, output.num_cached_tokens, leads)
-
-
-def tolerance_for(deviation: float) -> float:
-    """Of a log-probability on a GPU, where the engine's own answers are so far apart."""
-    assert deviation < _NOISE_LIMIT, f"the engine's own answers are {deviation} apart: no yardstick"
-    return max(_NOISE_FLOOR, 2 * deviation)
 
 
 def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fail", **options: Any) -> LLM:
@@ -408,6 +348,30 @@ class LiveEngine:
             yield waited
         finally:
             del loads._wait
+
+    @contextmanager
+    def landing_on_nothing(self) -> Iterator[None]:
+        """Blocks of a load are no numbers until it lands in them: whoever reads a byte too early answers with none.
+
+        By that no rounding passes for an early read, and none for rounding. Whole blocks only, so that no slot behind
+        a sequence's end, whose weight is 0, holds one.
+        """
+        loads = self.worker.loads
+        original = loads._submit
+
+        def submit(order: LoadOrder) -> Callable[[], Any]:
+            blocks = order.blocks[0][order.skip_tokens // self.block_tokens :]
+            for tensor in self.tensors:
+                tensor[torch.tensor(blocks, device=tensor.device)] = math.nan  # [blocks, ...]
+            if ON_GPU:
+                torch.cuda.synchronize()
+            return original(order)
+
+        loads._submit = submit
+        try:
+            yield
+        finally:
+            loads._submit = original
 
     @contextmanager
     def without(self, *rules: str) -> Iterator[None]:

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from with_vllm.live_engine import Answer, LiveEngine, prompt
+from with_vllm.answers import Answer
+from with_vllm.live_engine import LiveEngine, prompt
 
 P = prompt(500)
 HIT = 448

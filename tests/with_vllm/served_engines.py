@@ -8,7 +8,8 @@ from typing import Any, Final
 
 from lamella.reference.keys import chunk_keys
 from rank_driver import ServerProcess
-from with_vllm.live_engine import Answer, LiveEngine
+from with_vllm.answers import Answer
+from with_vllm.live_engine import LiveEngine
 
 HIT: Final = 448
 """Tokens that can be loaded of a prompt of 500."""

@@ -47,7 +47,7 @@ def test_a_full_graph_is_replayed_behind_what_is_landing(full: LiveEngine) -> No
     right = stored(full)
     early = full.worker.metrics.total("released_early")
     for _repetition in range(5):
-        with replays(full) as seen:
+        with replays(full) as seen, full.landing_on_nothing():
             answers = loaded_and_shared(full)
         assert any(seen), f"no graph was replayed while a load was waited for: {seen}"
         assert all_same(answers, right), told(answers, right, seen)

@@ -15,7 +15,8 @@ from pathlib import Path
 from lamella.server.connection import Connection
 from lamella.server.protocol import Stats, StatsReport
 from rank_driver import ServerProcess, serving
-from with_vllm.live_engine import Answer, prompt
+from with_vllm.answers import Answer
+from with_vllm.live_engine import prompt
 from with_vllm.served_engines import HIT, on, until_served
 
 P = prompt(500)

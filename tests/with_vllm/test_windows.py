@@ -6,10 +6,13 @@ that nothing left over can pass for KV. The letters are those of the design note
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
-from with_vllm.live_engine import BLOCK, PLAIN_STEPS, Answer, LiveEngine, prompt
+from with_vllm.answers import Answer
+from with_vllm.live_engine import BLOCK, PLAIN_STEPS, LiveEngine, prompt
 
 P = prompt(500)  # 7 chunks of 64 tokens are hit: 14 blocks
 needs_plain_steps = pytest.mark.skipif(
@@ -74,6 +77,22 @@ def test_a_sharer_reads_what_has_not_landed_without_waits(engine: LiveEngine) ->
     with engine.without("wait_for_released"):
         computed, answers = shared_blocks(engine)
     assert not any(answer.same(computed) for answer in answers)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waits", "no waits"])
+def test_who_reads_blocks_before_they_land_answers_with_no_number(engine: LiveEngine, waits: bool) -> None:
+    """The yardstick where rounding is as large as the damage: it is not on a CPU, so that it shows here."""
+    computed = engine.stored(P)
+    engine.add("r1", P)
+    with engine.landing_on_nothing():
+        engine.release("r1")
+        load = engine.load_of("r1")
+        with engine.without(*([] if waits else ["wait_for_released"])), engine.landing_on_demand():
+            answer = engine.finish("r1")[0]
+    engine.land(load)
+    engine.forget_blocks()
+    assert answer.same(computed) == waits
+    assert any(map(math.isnan, answer.logprobs)) != waits
 
 
 def aborted_between_release_and_promotion(engine: LiveEngine) -> tuple[Answer, Answer]:
