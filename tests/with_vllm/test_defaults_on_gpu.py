@@ -44,8 +44,9 @@ def test_full_graphs_beside_layer_waits_are_refused_with_what_makes_them_right(e
     config = copy(config_of(engine))
     config.compilation_config = copy(config.compilation_config)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    with pytest.raises(ValueError, match="use PIECEWISE, or set layers_per_slice to 0 or release to whole"):
+    with pytest.raises(ValueError, match="set full_graphs to before, or use PIECEWISE, or set"):
         check_engine(config, settings)
+    check_engine(config, ConnectorSettings(layers_per_slice=1, full_graphs="before"))
     check_engine(config, ConnectorSettings(layers_per_slice=1, release="whole"))
     check_engine(config, ConnectorSettings(layers_per_slice=0))
 
