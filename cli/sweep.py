@@ -118,15 +118,15 @@ def sweep(
         at_point = asked or list(study_strategies(device.profile.num_layers))
         device.check(point, (*OFF, *on_map, *at_point))
         rows = sorted({*_numbers(concurrencies, "concurrency", int), point.concurrency})
+        bare = device.with_overheads(None)  # as the map is: what a host thread or its loads add is not in it
         columns = (
-            _numbers(ratios, "ratio", float) if ratios is not None else reachable_ratios(device, point.hit_tokens, 20)
+            _numbers(ratios, "ratio", float) if ratios is not None else reachable_ratios(bare, point.hit_tokens, 20)
         )
         check_out(out, FILES)
         work = _estimate_s(len(rows) * len(columns) * len(on_map), sum(rows) * requests * repeats * len(at_point))
         how = parse_running(engine, workers, work)
         if journal is not None:
             journal.mkdir(parents=True, exist_ok=True)
-        bare = device.with_overheads(None)
         map_plan = plan_map(bare, point.hit_tokens, rows, columns, on_map, (point.new_tokens,))
         study_plan = plan_study(device, point, rows, at_point, requests_per_user=requests, repeats=repeats, slo=slo)
         cell_seeds(seed, 1)
