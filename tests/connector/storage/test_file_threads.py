@@ -228,3 +228,16 @@ def test_a_damaged_file_of_a_folder_that_cannot_be_written_says_so(
     assert kept.read()[0].num_objects == 0
     (message,) = [record.getMessage() for record in caplog.records]
     assert "its checksum differs; it cannot be removed: [Errno 13]" in message
+
+
+# ---- an open file is looked at before each slice
+
+
+def test_a_file_cut_off_behind_the_slice_is_damaged_whatever_its_time_of_change_says(kept: Kept) -> None:
+    kept.read(LAYER)
+    before = os.stat(kept.place(0))
+    os.truncate(kept.place(0), PAGE_BYTES + SIZE - 1)
+    os.utime(kept.place(0), ns=(before.st_atime_ns, before.st_mtime_ns))
+    read, _ = kept.read(LAYER)
+    assert (read.num_objects, "cut off" in str(read.error)) == (0, True)
+    assert not kept.is_there(0)
