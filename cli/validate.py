@@ -25,7 +25,10 @@ def validate(
         ),
     ],
     split: Annotated[
-        Path, typer.Option(help='JSON with two lists of cells: {"calibrate": [...], "test": [...]}.')
+        Path,
+        typer.Option(
+            help='JSON with two lists of cells, {"calibrate": [...], "test": [...]}, and what is known of "commits".'
+        ),
     ] = Path("benchmarks/results/validation-split.json"),
     profile: ProfileOption = DEFAULT_PROFILE,
     overheads: Annotated[
@@ -42,6 +45,10 @@ def validate(
             "copies; load-end, as in runs from before copies took turns."
         ),
     ] = "turn",
+    together: Annotated[
+        bool,
+        typer.Option(help="Predict with what all engines show together, not each engine with what its own cells show."),
+    ] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write everything there.")] = None,
 ) -> None:
     """Replays recorded runs in the model: error by cell and percentile, the side of zero, the regret of its advice.
@@ -52,7 +59,7 @@ def validate(
     from lamella.sim.overheads import open_overheads
     from lamella.sim.recorded import read_recorded
     from lamella.sim.recorded_arms import InputsWait
-    from lamella.sim.validate import Split
+    from lamella.sim.splits import Split
     from lamella.sim.validate import validate as validate_run
 
     with refuse_bad_input():
@@ -74,7 +81,7 @@ def validate(
         for path in (json_path, overheads_out):
             if path is not None:
                 check_writable(path)
-        found = validate_run(run, device, cells, given, InputsWait(inputs_wait))
+        found = validate_run(run, device, cells, given, InputsWait(inputs_wait), together=together)
     if json_path is not None:
         json_path.write_text(json.dumps(found.document(), indent=1) + "\n", encoding="utf-8")
     if overheads_out is not None:

@@ -10,7 +10,8 @@ hand-out, and so joins the next pass but one. A pass with nothing to compute is 
 from its first request on the engine always has one that is not handed out.
 
 The device runs the layers of the passes in their order, each as soon as it is launched. Where a released load is still
-landing the host waits at its layers, so a step takes the longer of launching, computing and landing, layer by layer.
+landing the host waits at its layers, so a step takes the longer of launching, computing and landing, layer by layer; a
+step that replays one graph waits in front of it for all of them.
 
 Source: vLLM 0.26, `v1/engine/core.py` (`step_with_batch_queue`); the connector's own order of calls.
 """
@@ -27,7 +28,7 @@ from lamella.sim.clock import Phase
 from lamella.sim.engine import Engine
 from lamella.sim.overheads import WHOLE, Overheads
 from lamella.sim.requests import Job
-from lamella.sim.settings import SubmitAt
+from lamella.sim.settings import StepsWait, SubmitAt
 from lamella.sim.steps import RunningStep, split_evenly
 
 SLOWEST: Final = 0.3
@@ -37,13 +38,15 @@ SLOWEST: Final = 0.3
 class Pass(RunningStep):
     """A pass of the host, and the step on the device that it launches; one without members launches none."""
 
-    __slots__ = ("began_ns", "blocked_ns", "done", "end_ns", "firsts", "launch_ns", "num_tokens", "reported")
+    __slots__ = ("began_ns", "blocked_ns", "done", "end_ns", "firsts", "launch_ns", "num_tokens", "reported", "whole")
 
     def __init__(self, polled_ns: int, taken: list[tuple[Job, Chunk]], decode_batch: int) -> None:
         super().__init__(polled_ns, -1, taken, (), decode_batch, 0, [])
         self.began_ns = self.end_ns = -1
         self.launch_ns = self.blocked_ns = 0
         self.num_tokens = sum(chunk.num_tokens for _, chunk in taken) + decode_batch
+        self.whole = False
+        """It replays one graph."""
         self.reported: list[Job] = []
         self.firsts: list[Job] = []
         """Whose prefill ends with it."""
@@ -61,6 +64,7 @@ class AheadEngine(Engine):
             ends. 0: it does not wait.
         joins_at_once: loads move inside the very step that asks for them.
         seed: for the scatter of the thread's times; None: each takes its mean.
+        steps_wait: which released loads a step's layers wait for.
         (others): as `Engine`.
 
     Raises:
@@ -75,6 +79,7 @@ class AheadEngine(Engine):
         inputs_behind_ns: int | None = 0,
         joins_at_once: bool = False,
         seed: int | None = None,
+        steps_wait: StepsWait = StepsWait.BATCH,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
@@ -85,6 +90,7 @@ class AheadEngine(Engine):
         self._full_graphs = full_graphs
         self._inputs_behind_ns = inputs_behind_ns
         self._joins_at_once = joins_at_once
+        self._steps_wait = steps_wait
         self._chance = None if seed is None else Random(seed)
         self._pace = 1.0  # of the thread in this run: its times, of their means
         if self._chance is not None and seed is not None:
@@ -211,7 +217,8 @@ class AheadEngine(Engine):
             whole = self._compute.decode_ns(batch, scheduler.context_tokens, 1)
             made.costs = split_evenly(whole, self._compute.num_layers)
         made.context_tokens = scheduler.context_tokens
-        launch_ns = overheads.forward_ns(made.num_tokens, full_graphs=self._full_graphs, prefills=bool(made.taken))
+        made.whole = self._full_graphs and not made.taken and made.num_tokens <= overheads.captured_tokens
+        launch_ns = overheads.forward_ns(made.num_tokens, full_graphs=made.whole, prefills=bool(made.taken))
         made.launch_ns = self._takes_ns(launch_ns)
         made.done = scheduler.advance_decoding(1) if batch else []
         for job, chunk in made.taken:
@@ -239,6 +246,9 @@ class AheadEngine(Engine):
         now = self._start_loads([job for job in self._starting if job.due or not late])
         self._starting = [job for job in self._starting if late and not job.due]
         made.loads = [job for job in self._scheduler.landing.values() if not job.landed]
+        if self._steps_wait is StepsWait.BATCH:  # who decodes has been computed over all of its load
+            batch = {job.sequence for job, _ in made.taken}
+            made.loads = [job for job in made.loads if job.sequence in batch]
         made.launch_ns += len(made.costs) * len(made.loads) * overheads.gate_ns
         self._pass = made
         self._clock.at(now, Phase.FORM, self._launch_on if made.num_tokens else self._end_pass)
@@ -250,6 +260,8 @@ class AheadEngine(Engine):
         num_layers = len(made.costs)
         landed = [job.gate.landed_layers for job in made.loads if job.gate is not None]
         ready = min([num_layers, *landed])
+        if made.whole and ready < num_layers:
+            ready = 0
         if ready <= made.layer < num_layers:
             if not made.blocked:
                 made.blocked, made.blocked_ns = True, now
@@ -261,7 +273,8 @@ class AheadEngine(Engine):
         layers_ns = made.launch_ns - tail_ns
         begun, made.layer = made.layer, ready
         for layer in range(begun, ready):
-            launched_ns = now + layers_ns * (layer + 1) // num_layers - layers_ns * begun // num_layers
+            through = num_layers if made.whole else layer + 1
+            launched_ns = now + layers_ns * through // num_layers - layers_ns * begun // num_layers
             free_ns = self._device_ns
             starts_ns = max(free_ns, launched_ns)
             if layer == begun:
@@ -300,7 +313,7 @@ class AheadEngine(Engine):
             job.due = job.released = True
             job.ready_ns = now
             if not job.landed:
-                self._scheduler.landing[job.sequence] = job  # from here on every step waits for its layers (REL-2)
+                self._scheduler.landing[job.sequence] = job  # from here on steps wait for its layers (REL-2)
             made.reported.append(job)
         self._passes.append(made)
         oldest = self._passes.popleft()

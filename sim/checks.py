@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -12,12 +11,13 @@ from typing import Final, NamedTuple
 from lamella.sim.overheads import Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRun
 from lamella.sim.recorded_arms import InputsWait, Modelled, model_of, predict, ttft_ns
+from lamella.sim.recorded_moments import Moments, link_bytes_per_s
 from lamella.sim.records import RequestRecord
 from lamella.sim.strategies import Device
 
 PERCENTILES: Final = (50, 90, 99)
-
-
+FELL_BEHIND: Final = 0.5
+"""A lane whose pace can fall did if a repeat's loads moved slower than such a share of the wire's rate."""
 DRAWS: Final = 16
 """Runs of the world per prediction, each with another draw of the thread's times."""
 
@@ -59,13 +59,21 @@ class Predicted(NamedTuple):
 
 
 class ArmCheck(NamedTuple):
-    """One arm of one cell; `setting` is what of it the world knows, the same for arms that differ in nothing else."""
+    """One arm of one cell.
+
+    Attributes:
+        setting: what of it the world knows, the same for arms that differ in nothing else.
+        full_graphs: it decodes with full graphs.
+        spoiled: a known fault of the recorded product, no part of the model, shows in its own instants.
+    """
 
     cell: str
     arm: str
     measured: Measured
     predicted: Predicted
     setting: str = ""
+    full_graphs: bool = False
+    spoiled: bool = False
 
     @property
     def error(self) -> float:
@@ -101,14 +109,19 @@ class RecordedArm:
         parts = _mean_parts(found for repeat in self.repeats for found in _recorded_parts(repeat))
         return Measured(statistics.fmean(means), error, tpot, percentiles(every), len(means), parts)
 
+    def spoiled(self, device: Device) -> bool:
+        """Whether a lane whose pace can fall let a repeat's loads crawl, by what the link carried."""
+        wire = device.profile.wire.h2d_bytes_per_s
+        rates = [link_bytes_per_s(one) for one in self.repeats if one.slow_lane and one.cell.tier_bytes_per_s is None]
+        return any(rate is not None and rate < FELL_BEHIND * wire for rate in rates)
+
 
 def _recorded_parts(repeat: RecordedRepeat) -> Iterable[Parts]:
-    ends = [step.end_ns for step in repeat.steps]
+    moments = Moments(repeat)
     for one in repeat.counted:
         if one.released_ns is None or one.ordered_ns is None:
             continue
-        last = bisect_right(ends, one.at_ns + one.token_ns[0]) - 1  # launched before the token was handed out
-        gave = next((step for step in repeat.steps[max(0, last - 1) : last + 1] if step.tokens > step.decoding), None)
+        gave = moments.gave(one)
         if gave is not None:
             instants = (one.ordered_ns, one.released_ns, one.landed_ns[-1], gave.begin_ns - one.at_ns)
             yield Parts(*(instant - one.queued_ns for instant in instants))
@@ -181,4 +194,6 @@ def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Ove
     tpot = statistics.fmean(record.tpot_ns for record in records)
     parts = _mean_parts(_predicted_parts(records))
     predicted = Predicted(statistics.fmean(times), tpot, percentiles(times), parts)
-    return ArmCheck(first.cell.name, first.arm, arm.measured, predicted, str(arm.model))
+    return ArmCheck(
+        first.cell.name, first.arm, arm.measured, predicted, str(arm.model), arm.model.full_graphs, arm.spoiled(device)
+    )

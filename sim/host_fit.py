@@ -16,11 +16,12 @@ from typing import Final, NamedTuple
 
 from lamella.sim.overheads import WHOLE, Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRequest, RecordedRun, RecordedStep
-from lamella.sim.recorded_moments import Moments, asked_together, gates_step, ordered_in, started_ns, within
+from lamella.sim.recorded_moments import Moments, asked_together, ordered_in, started_ns, within
 from lamella.sim.strategies import Device
 
 ODD: Final = 4.0
-"""Values so many times the median of their repeat are not counted: something else had the processor."""
+"""Values so many times the median of their repeat, and repeats so many times that of all, are not counted: something
+else had the processor."""
 DEVICE_BOUND: Final = 1.1
 """A step whose device time is so much longer than its launch shows what the device takes."""
 SURE: Final = 1.2
@@ -36,11 +37,12 @@ Point = tuple[float, float]
 
 
 class Fit(NamedTuple):
-    """Overheads, the standard error of each part that was shown, and of how many repeats."""
+    """Overheads, the standard error of each part that was shown, of how many repeats, and which parts they showed."""
 
     overheads: Overheads
     errors: dict[str, int]
     repeats: int
+    shown: frozenset[str]
 
 
 def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> Fit:
@@ -59,13 +61,15 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
     def part(name: str, values_of: Callable[[Moments], Iterable[float]], least: int = 0) -> int:
         """The mean over repeats of what each shows; kept with its error."""
         means = [statistics.fmean(kept) for kept in (_without_odd(values_of(one)) for one in moments) if kept]
+        means = _without_odd(means)
         if len(means) >= FEWEST:
             found[name] = max(least, round(statistics.fmean(means)))
             errors[name] = round(statistics.stdev(means) / math.sqrt(len(means)))
         return found.get(name, 0)
 
     part("prefill_launch_ns", lambda one: _launches(one, captured + 1, None))
-    part("launch_ns", lambda one: _launches(one, 1, captured))
+    part("launch_ns", lambda one: _captured(one, captured, "piecewise"))
+    part("full_launch_ns", lambda one: _captured(one, captured, "full"))
     part("gate_ns", _gates)
     part("tail_ns", lambda one: _tails(one, found, captured, device.profile.num_layers))
     report_ns = part("report_ns", _reports)
@@ -95,11 +99,11 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
     rows = _rows(moments, device, errors)
     rowed = device.with_overheads(Overheads(prefill_rows=rows))
     part("beside_permille", lambda one: (WHOLE * ratio for ratio in _ratios(one, rowed, 0.98, 1.0)), least=WHOLE)
-    launches = {"full_launch_ns": found.get("launch_ns", 0)} if run.full_graphs else {}
     return Fit(
-        Overheads(**{**found, **launches, "captured_tokens": captured, "prefill_rows": rows}),  # type: ignore[arg-type]
+        Overheads(**{**found, "captured_tokens": captured, "prefill_rows": rows}),  # type: ignore[arg-type]
         errors,
         len(moments),
+        frozenset(found),
     )
 
 
@@ -120,9 +124,14 @@ def _launches(one: Moments, least: int, most: int | None) -> Iterable[float]:
             yield step.host_ns - step.orders_ns
 
 
+def _captured(one: Moments, captured: int, graphs: str) -> Iterable[float]:
+    """Of steps that replay captured graphs of that kind."""
+    return _launches(one, 1, captured) if one.repeat.graphs == graphs else ()
+
+
 def _gates(one: Moments) -> Iterable[float]:
     """A wait that found its layer landed: what the layer of least waiting took, by pass and load."""
-    waits = sum(gates_step(load, step) for step in one.repeat.steps if step.tokens for load in one.loads)
+    waits = sum(one.gates(load, step) for step in one.repeat.steps if step.tokens for load in one.loads)
     if waits and one.repeat.waited_ns:
         yield min(one.repeat.waited_ns) / waits
 
@@ -133,8 +142,10 @@ def _tails(one: Moments, found: Mapping[str, int], captured: int, num_layers: in
     They did where no earlier landing, nor the begin, lets the thread reach the last layer later than it landed.
     """
     for step in one.repeat.steps:
+        if step.decodes and one.repeat.graphs == "full":
+            continue  # it has one launch, behind the last layer's landing
         launch_ns = found.get("launch_ns" if step.tokens <= captured else "prefill_launch_ns", 0)
-        layer_ns, gates = launch_ns / num_layers, [load for load in one.loads if gates_step(load, step)]
+        layer_ns, gates = launch_ns / num_layers, [load for load in one.loads if one.gates(load, step)]
         if not (step.tokens and launch_ns and gates) or any(len(load.landed_ns) != num_layers for load in gates):
             continue
         last_ns = max(load.at_ns + load.landed_ns[-1] for load in gates)
@@ -149,14 +160,16 @@ def _tails(one: Moments, found: Mapping[str, int], captured: int, num_layers: in
 
 def _scatter(moments: Sequence[Moments], captured: int) -> float | None:
     """Standard deviation of launches within a repeat, of their mean there: the median over repeats."""
-    kept = [values for one in moments if len(values := _without_odd(_launches(one, 1, captured))) >= 2 * FEWEST]
+    kept = [
+        values for one in moments if len(values := _without_odd(_captured(one, captured, "piecewise"))) >= 2 * FEWEST
+    ]
     shares = [statistics.stdev(values) / statistics.fmean(values) for values in kept]
     return statistics.median(shares) if shares else None
 
 
 def _drift(moments: Sequence[Moments], captured: int) -> float | None:
     """The same of the repeats' means."""
-    means = [statistics.fmean(kept) for one in moments if (kept := _without_odd(_launches(one, 1, captured)))]
+    means = [statistics.fmean(kept) for one in moments if (kept := _without_odd(_captured(one, captured, "piecewise")))]
     return statistics.stdev(means) / statistics.fmean(means) if len(means) >= FEWEST else None
 
 

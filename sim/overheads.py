@@ -8,8 +8,8 @@ machines; nothing is known of them until somebody has measured (`lamella validat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -101,6 +101,12 @@ class Overheads:
         if num_tokens > self.captured_tokens:
             return self.prefill_launch_ns
         return self.full_launch_ns if full_graphs and not prefills else self.launch_ns
+
+    def with_parts_of(self, other: Overheads, names: Iterable[str]) -> Overheads:
+        """These, with the named parts of the others, and their rows where both have one of as many tokens."""
+        rows = dict(self.prefill_rows) | dict(other.prefill_rows)
+        parts = {name: getattr(other, name) for name in names if name != "prefill_rows"}
+        return replace(self, **parts, prefill_rows=tuple(sorted(rows.items())))
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from lamella.sim.settings import StepsWait
+
 SCHEMA_VERSION: Final = 1
 NS_PER_US: Final = 1_000
 
@@ -121,8 +123,12 @@ class RecordedRepeat:
         settings: the connector's; None where nothing was loaded.
         requests: in the order in which they were asked.
         steps: passes of the thread, in order; none where they were not kept.
-        graphs: which steps replayed captured graphs: `piecewise` those up to `captured_tokens`, layer by layer.
+        graphs: which steps replayed captured graphs: `piecewise` those up to `captured_tokens`, layer by layer; `full`
+            those that only decode as one graph.
         waited_ns: for each layer, how long the thread was in waits for loads, in all.
+        commit: of the connector; empty where the run does not say.
+        steps_wait: what its steps waited for.
+        slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace.
     """
 
     cell: RecordedCell
@@ -132,6 +138,9 @@ class RecordedRepeat:
     steps: tuple[RecordedStep, ...] = ()
     waited_ns: tuple[int, ...] = ()
     graphs: str = "piecewise"
+    commit: str = ""
+    steps_wait: StepsWait = StepsWait.BATCH
+    slow_lane: bool = False
 
     def prompt_tokens(self, number: int) -> int:
         """Of its request of that number."""
@@ -146,11 +155,10 @@ class RecordedRepeat:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRun:
-    """All repeats of a file, and the engine they ran in.
+    """All repeats of one file or several, and the engine they ran in.
 
     Attributes:
         steps_ahead: the engine scheduled a step ahead.
-        full_graphs: it replayed whole steps as graphs.
         token_budget: most tokens of its steps; None where the run does not say.
         captured_tokens: most tokens of a step that replays captured graphs; None where the run does not say.
         vllm: its version.
@@ -160,7 +168,6 @@ class RecordedRun:
     """
 
     steps_ahead: bool
-    full_graphs: bool
     token_budget: int | None
     captured_tokens: int | None
     vllm: str
@@ -181,6 +188,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
             numbered. Or no repeat at all.
     """
     engine: Mapping[str, Any] = {}
+    commit = ""
     vllm = machine = "unknown"
     repeats: list[RecordedRepeat] = []
     passed_over: dict[str, int] = {}
@@ -199,10 +207,11 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                 if engine and _facts(*found) != _facts(engine, vllm):
                     raise ValueError(f"another engine than before: {_facts(*found)}, not {_facts(engine, vllm)}")
                 engine, vllm = found
+                commit = str(row.get("commit", ""))
                 of = row.get("machine", {})
                 machine = f"{of.get('gpu', 'a machine without a name')}, {str(of.get('date', 'no date'))[:10]}"
             elif kind == "repeat":
-                repeats.append(_repeat(row))
+                repeats.append(_repeat(row, _graphs(engine), commit))
             else:
                 passed_over[str(kind)] = passed_over.get(str(kind), 0) + 1
         except KeyError as missing:
@@ -213,7 +222,6 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
         raise ValueError(f"{name} holds no repeat; record one with benchmarks/vllm_concurrency.py")
     return RecordedRun(
         bool(engine.get("async_scheduling", False)),
-        "FULL" in str(engine.get("cudagraph_mode", "")).upper(),
         engine.get("max_num_batched_tokens"),
         engine.get("cudagraph_capture_max"),
         vllm,
@@ -232,11 +240,16 @@ def _parsed(line: str) -> Any:
 
 def _facts(engine: Mapping[str, Any], vllm: str) -> tuple[Any, ...]:
     """What must be the same in all that is judged together."""
-    names = ("async_scheduling", "cudagraph_mode", "max_num_batched_tokens")
+    names = ("async_scheduling", "max_num_batched_tokens")
     return (vllm, *(engine.get(name) for name in names))
 
 
-def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
+def _graphs(engine: Mapping[str, Any]) -> str:
+    """Of arms that do not say."""
+    return "full" if "FULL" in str(engine.get("cudagraph_mode", "")).upper() else "piecewise"
+
+
+def _repeat(row: Mapping[str, Any], graphs: str, commit: str) -> RecordedRepeat:
     cell = row["cell"]
     shapes = tuple((int(hit), int(new)) for hit, new in cell["mix"]) or ((int(cell["hit"]), int(cell["new"])),)
     tier = cell.get("tier_gb_per_s")
@@ -271,7 +284,8 @@ def _repeat(row: Mapping[str, Any]) -> RecordedRepeat:
         requests,
         tuple(_step(step) for step in row.get("steps", ())),
         tuple(int(us) * NS_PER_US for us in row.get("host_stall_us", {}).values()),
-        str(row.get("graphs", "piecewise")),
+        str(row.get("graphs", graphs)),
+        commit,
     )
 
 

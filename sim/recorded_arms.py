@@ -49,38 +49,44 @@ class Modelled:
         strategy: how its hits reach the engine.
         inputs_behind_bytes: a joining prompt waits for at most so many bytes of loads; None: until a load ends.
         joins_at_once: loads move inside the very step that asks for them.
+        full_graphs: steps that only decode replay one graph, and wait in front of it.
     """
 
     strategy: Strategy
     inputs_behind_bytes: int | None
     joins_at_once: bool = False
+    full_graphs: bool = False
 
     def __str__(self) -> str:
-        return f"{self.strategy} inside its step" if self.joins_at_once else str(self.strategy)
+        inside = " inside its step" if self.joins_at_once else ""
+        return f"{self.strategy}{inside}{' with full graphs' if self.full_graphs else ''}"
 
 
 def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Modelled | str:
     """The arm for the world, or why the world has no answer for it."""
     settings: Mapping[str, Any] | None = repeat.settings
+    full = repeat.graphs == "full"
     if settings is None:
-        return Modelled(RECOMPUTE, 0)
+        return Modelled(RECOMPUTE, 0, full_graphs=full)
     if repeat.arm.startswith("peer_"):
         return "another connector"
     if repeat.graphs not in GRAPHS:
         return f"graphs of another kind, {repeat.graphs}"
     if repeat.arm == "early_read":
         return "a control that does not wait"
+    if settings.get("full_graphs") == "inside":
+        return "waits inside a graph of the whole step"
     turn_bytes = int(settings.get("turn_mib", DEFAULT_TURN_MIB)) << 20
     behind = None if inputs is InputsWait.LOAD_END else 0 if inputs is InputsWait.NONE else turn_bytes or None
     width = settings.get("layers_per_slice", repeat.cell.width)
     if width == "auto":
-        return Modelled(AUTO, behind)
+        return Modelled(AUTO, behind, full_graphs=full)
     release = parse_release(str(settings.get("release", "first")))
     order = parse_order(str(settings.get("order", "fifo")))
     if width in (0, "0"):
-        return Modelled(CHUNK_MAJOR, behind)
+        return Modelled(CHUNK_MAJOR, behind, full_graphs=full)
     strategy = Strategy(parse_width(str(width)), order, release)
-    return Modelled(strategy, behind, bool(settings.get("use_layerwise")))
+    return Modelled(strategy, behind, bool(settings.get("use_layerwise")), full)
 
 
 def predict(
@@ -123,9 +129,10 @@ def predict(
         hardware=device.hardware(Hardware(tiers=tiers, both_busy=both_busy if cell.stores else FULL_SPEED)),
         make_engine=partial(
             device.engine(strategy, seed),
-            full_graphs=run.full_graphs and not strategy.waits,
+            full_graphs=model.full_graphs,
             inputs_behind_ns=behind_ns,
             joins_at_once=model.joins_at_once,
+            steps_wait=repeat.steps_wait,
         ),
     )
     for _ in range(cell.bystanders):

@@ -6,6 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 from lamella.sim.recorded import RecordedRepeat, RecordedRequest, RecordedStep
+from lamella.sim.settings import StepsWait
 
 
 class Moments:
@@ -18,6 +19,7 @@ class Moments:
         self.asks = sorted(one.at_ns + one.asked_ns for one in requests if one.asked_ns is not None)
         self.arrivals = sorted(one.at_ns for one in requests)
         self.loads = sorted((one for one in requests if one.landed_ns), key=started_ns)
+        self._ends = [step.end_ns for step in repeat.steps]
 
     def gated(self, step: RecordedStep) -> bool:
         """Whether the step may have stood for a load that was released and had not landed."""
@@ -26,6 +28,22 @@ class Moments:
             and (one.released_ns is None or one.at_ns + one.released_ns < step.begin_ns + step.host_ns)
             for one in self.loads
         )
+
+    def gave(self, request: RecordedRequest) -> RecordedStep | None:
+        """The pass that computed the request's prompt to its end, and so gave its first token."""
+        last = bisect_right(self._ends, request.at_ns + request.token_ns[0]) - 1  # launched before it was handed out
+        steps = self.repeat.steps[max(0, last - 1) : last + 1]
+        return next((step for step in steps if step.tokens > step.decoding), None)
+
+    def gates(self, load: RecordedRequest, step: RecordedStep) -> bool:
+        """Whether the step's layers waited for the load; where only its batch's count, of a prompt computed at once."""
+        if load.at_ns + load.landed_ns[-1] <= step.begin_ns:
+            return False
+        if load.released_ns is None:  # a load inside its own step
+            return ordered_in(load, step)
+        if load.at_ns + load.released_ns > step.begin_ns:
+            return False
+        return self.repeat.steps_wait is StepsWait.EVERY or self.gave(load) == step
 
     def beside(self, step: RecordedStep) -> float:
         """Which share of the step's device time the link was busy."""
@@ -54,13 +72,14 @@ def ordered_in(request: RecordedRequest, step: RecordedStep) -> bool:
     return instant is not None and step.begin_ns <= instant <= step.begin_ns + step.orders_ns
 
 
-def gates_step(load: RecordedRequest, step: RecordedStep) -> bool:
-    """Whether the step's layers waited for the load."""
-    if load.at_ns + load.landed_ns[-1] <= step.begin_ns:
-        return False
-    if load.released_ns is None:  # a load inside its own step
-        return ordered_in(load, step)
-    return load.at_ns + load.released_ns <= step.begin_ns
+def link_bytes_per_s(repeat: RecordedRepeat) -> float | None:
+    """What the link carried while at least one load was on it; None without loads."""
+    on_link = sorted((started_ns(one), one.at_ns + one.landed_ns[-1]) for one in repeat.requests if one.landed_ns)
+    busy_ns = until_ns = 0
+    for begin_ns, end_ns in on_link:
+        busy_ns += max(0, end_ns - max(begin_ns, until_ns))
+        until_ns = max(until_ns, end_ns)
+    return sum(one.load_bytes for one in repeat.requests) * 1e9 / busy_ns if busy_ns else None
 
 
 def asked_together(one: Moments) -> Iterable[tuple[RecordedStep, list[int]]]:

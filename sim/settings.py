@@ -19,6 +19,15 @@ class SubmitAt(Enum):
     waits for layers ends with the last of its waits."""
 
 
+class StepsWait(Enum):
+    """Which released loads the layers of a step wait for, where an engine schedules ahead."""
+
+    BATCH = "batch"
+    """Those of requests in its batch: nobody else reads their blocks."""
+    EVERY = "every"
+    """All that are landing, whoever is in the batch: the connector until 2026-11-29."""
+
+
 class OnLoadFailure(Enum):
     """What becomes of a request whose load failed."""
 

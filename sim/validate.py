@@ -2,64 +2,36 @@
 
 Cells are in one of two lists. On the first the few overheads of `lamella.sim.overheads` are fitted; on the second,
 which the fit never saw, the model is judged. An error is judged beside the spread of the recording's own repeats:
-nobody can predict a cell better than it repeats.
+nobody can predict a cell better than it repeats. Arms that a known fault of the recorded product spoiled are shown and
+not judged by; the commit and the lane's recorded rate say which those are, not the error.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
 from lamella.sim.checks import PERCENTILES, ArmCheck, Measured, Predicted, RecordedArm, check_arm, group_arms
 from lamella.sim.host_fit import fit
-from lamella.sim.overheads import MeasuredOverheads
-from lamella.sim.recorded import RecordedRun
+from lamella.sim.overheads import MeasuredOverheads, Overheads
+from lamella.sim.recorded import RecordedRepeat, RecordedRun
 from lamella.sim.recorded_arms import InputsWait
+from lamella.sim.splits import Split
 from lamella.sim.strategies import Device
 
 BASELINES: Final = ("chunk_bounded", "chunk_deep")
 """The forms of chunk-major; effects are against the better of them, as recorded."""
+FULL_BASELINES: Final = ("chunk_full_graphs",)
+"""The same where decoding steps replay full graphs; arms with full graphs are compared with these."""
 NOT_ADVISED: Final = ("recompute",)
 """Arms that are compared and not recommended: they leave the cache unused."""
 RELIABLE: Final = 0.10
 """An arm whose recorded mean has a larger standard error, or none because it ran once, is shown and not judged by."""
 SURE: Final = 2.0
 """An effect is one that the run shows if it is larger than so many of its standard errors."""
-
-
-class Split(NamedTuple):
-    """Names of the cells to fit on and of those to be judged by; no name is in both."""
-
-    calibrate: tuple[str, ...]
-    test: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Split:
-        """The split that JSON describes: `{"calibrate": [...], "test": [...]}`.
-
-        Raises:
-            ValueError: anything else, a cell in both lists, or no cell to be judged by.
-        """
-        try:
-            found = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
-            raise ValueError(f"a split is JSON: {error}") from error
-        if not isinstance(found, dict) or set(found) - {"calibrate", "test", "note"}:
-            raise ValueError('a split is an object with the lists "calibrate" and "test", and perhaps a "note"')
-        lists = {name: found.get(name, []) for name in ("calibrate", "test")}
-        for name, cells in lists.items():
-            if not isinstance(cells, list) or not all(isinstance(cell, str) for cell in cells):
-                raise ValueError(f"{name} must be a list of cells' names, got {cells!r}")
-        both = set(lists["calibrate"]) & set(lists["test"])
-        if both:
-            raise ValueError(f"{', '.join(sorted(both))} in both lists: a cell that was fitted on proves nothing")
-        if not lists["test"]:
-            raise ValueError("the list test is empty: nothing would be judged")
-        return cls(tuple(lists["calibrate"]), tuple(lists["test"]))
 
 
 class Sign(NamedTuple):
@@ -104,9 +76,19 @@ class Judgement:
         """Sizes of the arms' errors, sorted."""
         return sorted(abs(arm.error) for arm in self.arms if is_reliable(arm))
 
-    def error_at(self, share: float) -> float:
-        """The error that such a share of the arms does not exceed; 0 without arms."""
-        errors = self.errors
+    @property
+    def all_errors(self) -> list[float]:
+        """The same of all arms, whatever they were recorded to and whatever spoiled them."""
+        return sorted(abs(arm.error) for arm in self.arms)
+
+    @property
+    def spoiled(self) -> int:
+        """How many arms a known fault of the recorded product spoiled."""
+        return sum(arm.spoiled for arm in self.arms)
+
+    def error_at(self, share: float, *, of_all: bool = False) -> float:
+        """The error that such a share of the arms does not exceed, of those judged by or of all; 0 without arms."""
+        errors = self.all_errors if of_all else self.errors
         return errors[max(0, math.ceil(share * len(errors)) - 1)] if errors else 0.0
 
     @property
@@ -132,7 +114,9 @@ class Validation:
     Attributes:
         profile: name of the device's profile.
         inputs: what a joining prompt was taken to wait for.
-        overheads: measured in the first list, or as given.
+        overheads: measured in the first list, in all engines together; or as given.
+        engines: by commit, those that each engine's own cells of that list show: its arms are predicted with them.
+            Empty where they were given, or asked for together.
         fitted: whether they were measured here.
         calibrate, test: the judgement of each list.
         left_out: arms and cells without an answer, with the reason and how many repeats.
@@ -141,6 +125,7 @@ class Validation:
     profile: str
     inputs: InputsWait
     overheads: MeasuredOverheads
+    engines: Mapping[str, Overheads]
     fitted: bool
     calibrate: Judgement
     test: Judgement
@@ -154,6 +139,7 @@ class Validation:
             "profile": self.profile,
             "inputs_wait": self.inputs.value,
             "overheads": self.overheads.document(),
+            "overheads_of_engines": {commit: asdict(found) for commit, found in self.engines.items()},
             "overheads_fitted": self.fitted,
             "calibrate": _judgement_document(self.calibrate),
             "test": _judgement_document(self.test),
@@ -173,12 +159,15 @@ class Validation:
                 said.append(
                     f"{title}: {arm.cell} {arm.arm}: recorded {recorded:.1f} ms (± {arm.spread:.1%}, "
                     f"{arm.measured.repeats} repeats), predicted {predicted:.1f} ({arm.error:+.1%}); {tail}"
+                    + ("; not judged by: its lane fell behind" if arm.spoiled else "")
                 )
         test = self.test
         said.append(
             f"Held out: error of the mean time to first token {test.error_at(0.5):.1%} in the median and "
-            f"{test.error_at(0.9):.1%} at p90 of {len(test.errors)} arms (of {len(test.arms)}; the others are recorded "
-            f"only once or to worse than {RELIABLE:.0%}); the side of zero right in {test.right_signs} "
+            f"{test.error_at(0.9):.1%} at p90 of {len(test.errors)} arms (over all {len(test.arms)} "
+            f"{test.error_at(0.5, of_all=True):.1%} and {test.error_at(0.9, of_all=True):.1%}; of the others a slow "
+            f"lane spoiled {test.spoiled}, the rest are recorded only once or to worse than {RELIABLE:.0%}); "
+            f"the side of zero right in {test.right_signs} "
             f"of {len(test.shown)} effects that the run shows; regret of the advice at most "
             f"{test.largest_regret:.1%} in {len(test.advice)} cells."
         )
@@ -190,6 +179,8 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
     return {
         "median_error": judgement.error_at(0.5),
         "p90_error": judgement.error_at(0.9),
+        "median_error_of_all": judgement.error_at(0.5, of_all=True),
+        "p90_error_of_all": judgement.error_at(0.9, of_all=True),
         "signs_shown": len(judgement.shown),
         "signs_right": judgement.right_signs,
         "largest_regret": judgement.largest_regret,
@@ -200,6 +191,7 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
                 "error": arm.error,
                 "spread": arm.spread if math.isfinite(arm.spread) else None,
                 "judged": is_reliable(arm),
+                "spoiled": arm.spoiled,
                 "recorded": {**_without_parts(arm.measured), "error_ns": _finite(arm.measured.error_ns)},
                 "predicted": _without_parts(arm.predicted),
                 "parts_ns": _parts_document(arm),
@@ -235,8 +227,8 @@ def _finite(value: float) -> float | None:
 
 
 def is_reliable(check: ArmCheck) -> bool:
-    """Whether the recording is sure enough of the arm to judge a prediction by it."""
-    return check.spread <= RELIABLE
+    """Whether the recording is sure enough of the arm to judge a prediction by it, and no known fault is in it."""
+    return not check.spoiled and check.spread <= RELIABLE
 
 
 def judge(checks: Sequence[ArmCheck]) -> Judgement:
@@ -245,16 +237,22 @@ def judge(checks: Sequence[ArmCheck]) -> Judgement:
     advice: list[Advice] = []
     for cell in dict.fromkeys(check.cell for check in checks):
         arms = {check.arm: check for check in checks if check.cell == cell and is_reliable(check)}
-        base = min(
-            (arms[name] for name in BASELINES if name in arms), key=lambda check: check.measured.ttft_ns, default=None
-        )
-        if base is None:
-            continue
+        bases = {
+            full: min((arms[name] for name in names if name in arms), key=_recorded, default=None)
+            for full, names in ((False, BASELINES), (True, FULL_BASELINES))
+        }
         for name, check in arms.items():
-            if name not in (*BASELINES, *NOT_ADVISED):
+            base = bases[check.full_graphs]
+            if base is not None and name not in (*BASELINES, *FULL_BASELINES, *NOT_ADVISED):
                 signs.append(_sign(check, base))
+        if bases[False] is None:
+            continue
         advice.append(_advice(cell, [check for name, check in arms.items() if name not in NOT_ADVISED]))
     return Judgement(tuple(checks), tuple(signs), tuple(advice))
+
+
+def _recorded(check: ArmCheck) -> float:
+    return check.measured.ttft_ns
 
 
 def _advice(cell: str, checks: Sequence[ArmCheck]) -> Advice:
@@ -276,14 +274,31 @@ def _sign(check: ArmCheck, base: ArmCheck) -> Sign:
 
 
 def measure(arms: Sequence[RecordedArm], run: RecordedRun, device: Device) -> MeasuredOverheads:
-    """The overheads that recorded arms show, with where they come from."""
-    repeats = [repeat for arm in arms for repeat in arm.repeats if repeat.settings is not None]
+    """The overheads that recorded arms show, with where they come from; of all engines together."""
+    repeats = _sound(arms, device)
     found = fit(repeats, run, device)
     cells = ", ".join(dict.fromkeys(repeat.cell.name for repeat in repeats)) or "no cell"
-    graphs = "full graphs" if run.full_graphs else "piecewise graphs"
+    graphs = " and ".join(sorted({repeat.graphs for repeat in repeats}, reverse=True)) or "no"
     return MeasuredOverheads(
-        f"vLLM {run.vllm} with {graphs} on {run.machine}", f"{found.repeats} repeats of {cells}", *found[:2]
+        f"vLLM {run.vllm} with {graphs} graphs on {run.machine}", f"{found.repeats} repeats of {cells}", *found[:2]
     )
+
+
+def measure_each(
+    arms: Sequence[RecordedArm], run: RecordedRun, device: Device, together: Overheads
+) -> dict[str, Overheads]:
+    """By commit of the engines, what each one's own arms show; what they do not show is as in all together."""
+    found: dict[str, Overheads] = {}
+    repeats = _sound(arms, device)
+    for commit in dict.fromkeys(repeat.commit for repeat in repeats):
+        own = fit([repeat for repeat in repeats if repeat.commit == commit], run, device)
+        found[commit] = together.with_parts_of(own.overheads, own.shown)
+    return found
+
+
+def _sound(arms: Sequence[RecordedArm], device: Device) -> list[RecordedRepeat]:
+    sound = [arm for arm in arms if not arm.spoiled(device)]
+    return [repeat for arm in sound for repeat in arm.repeats if repeat.settings is not None]
 
 
 def validate(
@@ -292,6 +307,8 @@ def validate(
     split: Split,
     overheads: MeasuredOverheads | None = None,
     inputs: InputsWait = InputsWait.TURN,
+    *,
+    together: bool = False,
 ) -> Validation:
     """The run's cells beside the world's predictions.
 
@@ -301,10 +318,12 @@ def validate(
         split: which cells are fitted on, and which judged by.
         overheads: as they are; None measures them in the first list.
         inputs: what a joining prompt waited for in the engine that ran.
+        together: every engine's arms are predicted with what all show together.
 
     Raises:
         ValueError: none of the cells to be judged by was recorded, or the profile does not cover one of them.
     """
+    run = split.tell(run)
     arms, left_out = group_arms(run.repeats, inputs)
     lists = {
         name: [arm for cell in cells if cell in arms for arm in arms[cell].values()]
@@ -321,8 +340,13 @@ def validate(
     fitted = overheads is None
     if overheads is None:
         overheads = measure(lists["calibrate"], run, device)
+    engines = measure_each(lists["calibrate"], run, device, overheads.overheads) if fitted and not together else {}
     judged = {
-        name: judge([check_arm(arm, run, device, overheads.overheads) for arm in chosen])
+        name: judge(
+            [check_arm(arm, run, device, engines.get(arm.repeats[0].commit, overheads.overheads)) for arm in chosen]
+        )
         for name, chosen in lists.items()
     }
-    return Validation(device.profile.name, inputs, overheads, fitted, judged["calibrate"], judged["test"], left_out)
+    return Validation(
+        device.profile.name, inputs, overheads, engines, fitted, judged["calibrate"], judged["test"], left_out
+    )

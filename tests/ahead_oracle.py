@@ -47,8 +47,19 @@ class _Pass:
     reports: list[_One] = field(default_factory=list)
 
 
-def tell(coming: Sequence[tuple[int, Request]], overheads: Overheads, *, whole: bool, budget: int) -> list[Told]:
-    """Each request's instants. A prompt fits into a step, and all prompts that join one fit together."""
+def tell(
+    coming: Sequence[tuple[int, Request]],
+    overheads: Overheads,
+    *,
+    whole: bool,
+    budget: int,
+    every: bool = False,
+    full: bool = False,
+) -> list[Told]:
+    """Each request's instants. A prompt fits into a step, and all prompts that join one fit together.
+
+    `every`: each step waits for every released load. `full`: graphs replay steps that only decode.
+    """
     compute, ones = LinearCompute(), [_One(request, instant) for instant, request in coming]
     now = link_free = device_free = 0
     queue: list[_Pass] = [_Pass([], [], False)]
@@ -99,8 +110,13 @@ def tell(coming: Sequence[tuple[int, Request]], overheads: Overheads, *, whole: 
                 step = compute.decode_ns(batch, context, 1)
                 costs = [step * (layer + 1) // LAYERS - step * layer // LAYERS for layer in range(LAYERS)]
             tokens = sum(one.request.new_tokens for one in joins) + batch
-            gates = [one for one in ones if one.reported and one.landed_ns[-1] > begin]
-            launch = overheads.forward_ns(tokens, full_graphs=False, prefills=bool(joins))
+            gates = [
+                one for one in ones if one.reported and one.landed_ns[-1] > begin and (every or one in made.members)
+            ]
+            graph = full and not joins and tokens <= overheads.captured_tokens
+            if graph:  # it waits in front
+                at = max([at, *(one.landed_ns[-1] for one in gates)])
+            launch = overheads.forward_ns(tokens, full_graphs=graph, prefills=bool(joins))
             launch += LAYERS * len(gates) * overheads.gate_ns
             tail = min(overheads.tail_ns, launch)
             device = device_free
@@ -113,7 +129,8 @@ def tell(coming: Sequence[tuple[int, Request]], overheads: Overheads, *, whole: 
                     continue
                 busy = max([at, *(one.landed_ns[-1] for one in ones if one.landed_ns and one.submitted_ns <= at)])
                 for number in range(layer, landed):
-                    launched = at + (launch - tail) * (number + 1) // LAYERS - (launch - tail) * layer // LAYERS
+                    through = LAYERS if graph else number + 1
+                    launched = at + (launch - tail) * through // LAYERS - (launch - tail) * layer // LAYERS
                     device = max(device, launched)
                     if number == 0:
                         starts = device

@@ -23,7 +23,7 @@ from lamella.sim.hardware import Fault, Hardware, Ratio, Scatter, Sharing, Stagi
 from lamella.sim.overheads import Overheads
 from lamella.sim.records import Ending, Station
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
-from lamella.sim.settings import OnLoadFailure
+from lamella.sim.settings import OnLoadFailure, StepsWait
 from lamella.sim.stations import Prefill, plan_load
 from lamella.sim.world import World
 
@@ -52,6 +52,8 @@ class Ahead:
     inputs_behind_ns: int | None = 0
     joins_at_once: bool = False
     seed: int | None = None
+    steps_wait: StepsWait = StepsWait.BATCH
+    full_graphs: bool = False
 
     def make_engine(self) -> Callable[..., Engine]:
         return partial(
@@ -60,6 +62,8 @@ class Ahead:
             inputs_behind_ns=self.inputs_behind_ns,
             joins_at_once=self.joins_at_once,
             seed=self.seed,
+            steps_wait=self.steps_wait,
+            full_graphs=self.full_graphs,
         )
 
 
@@ -194,6 +198,8 @@ def random_ahead(rng: random.Random) -> Rich:
         rng.choice((0, 40, None)),
         rng.random() < 0.2 and not isinstance(rich.release, JustInTime),
         rng.choice((None, rng.randint(0, 9))),
+        rng.choice(list(StepsWait)),
+        rng.random() < 0.3,
     )
     return replace(rich, coming=coming, settings=settings, ahead=ahead)
 

@@ -142,7 +142,7 @@ def test_a_measured_host_thread_changes_the_point_and_is_said(verb: str, tmp_pat
     bare, hosted = (tmp_path / name for name in ("bare", "hosted"))
     assert "steps follow each other on the bare device" in run(verb, *QUICK[verb], "--out", str(bare))
     printed = run(verb, *QUICK[verb], "--overheads", SHIPPED, "--out", str(hosted))
-    assert "Assumed: overheads of vLLM 0.26.0 with piecewise graphs on NVIDIA H200" in printed
+    assert "Assumed: overheads of vLLM 0.26.0 with piecewise and full graphs on NVIDIA H200" in printed
     assert "it schedules a step ahead" in printed
     without, beside = (json.loads((folder / f"{verb}.json").read_text()) for folder in (bare, hosted))
     if verb == "simulate":

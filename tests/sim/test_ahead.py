@@ -17,7 +17,7 @@ from lamella.sim.ahead import AheadEngine, Pass
 from lamella.sim.loads import Loads
 from lamella.sim.overheads import Overheads
 from lamella.sim.requests import Job, Request
-from lamella.sim.settings import EngineSettings, SubmitAt
+from lamella.sim.settings import EngineSettings, StepsWait, SubmitAt
 from lamella.sim.world import World
 from rich_world import Ahead, LinearCompute, broken_law, load_of, random_ahead, random_overheads
 
@@ -63,13 +63,39 @@ def test_a_load_joins_the_next_pass_but_one() -> None:
     assert (record.all_landed_ns, record.ready_ns, record.released_ns) == (92, 100, 120)
 
 
-def test_while_a_released_load_lands_every_launch_stands_at_its_layers() -> None:
+def test_while_a_released_load_lands_the_steps_that_read_it_stand_at_its_layers() -> None:
+    """Between the report and the request's own step the decoder has one more, which stands too if every step does."""
     decoding = Request(0, 1, output_tokens=60)
-    world = run(Ahead(Overheads(launch_ns=4)), (0, decoding), (30, Request(8, 1, load=load_of(4000))), release=First())
-    decoder, load = world.records
-    assert decoder.victim_stall_ns > 2000
-    assert load.caused_stall_ns == world.stall_ns == decoder.victim_stall_ns
-    assert load.first_layer_ns < decoder.end_ns
+    stood = {}
+    for way in StepsWait:
+        world = run(
+            Ahead(Overheads(launch_ns=4), steps_wait=way),
+            (0, decoding),
+            (30, Request(8, 1, load=load_of(4000))),
+            release=First(),
+        )
+        decoder, load = world.records
+        assert decoder.victim_stall_ns > 2000
+        assert load.caused_stall_ns == world.stall_ns == decoder.victim_stall_ns
+        assert load.first_layer_ns < decoder.end_ns
+        stood[way] = [step for step in world.steps if any(step.layer_stall_ns)]
+    (own,) = stood[StepsWait.BATCH]
+    assert [chunk.request for chunk in own.chunks] == [1]
+    assert not stood[StepsWait.EVERY][0].chunks, "a step that only decodes"
+
+
+def test_a_full_graph_waits_in_front_of_its_first_layer() -> None:
+    """Piecewise a decoding step stands at several layers; as one graph it begins when all is there."""
+    overheads = Overheads(launch_ns=8, full_launch_ns=4)
+    began = []
+    for full in (False, True):
+        ahead = Ahead(overheads, steps_wait=StepsWait.EVERY, full_graphs=full)
+        coming = (0, Request(0, 1, output_tokens=60)), (30, Request(8, 1, load=load_of(4000)))
+        world = run(ahead, *coming, release=First())
+        began.append(next(step.layer_stall_ns for step in world.steps if any(step.layer_stall_ns) and not step.chunks))
+    piecewise, whole = began
+    assert sum(map(bool, piecewise)) > 1
+    assert [bool(stood) for stood in whole] == [True, False, False, False]
 
 
 def test_a_load_inside_its_step_needs_no_look() -> None:
@@ -144,8 +170,10 @@ def differs(seed: int) -> str | None:
     rng = random.Random(seed)
     coming, whole = coming_of(rng), rng.random() < 0.5
     overheads = replace(random_overheads(rng), scatter_permille=0, drift_permille=0, first_slice_ns=0)
-    told = tell(coming, overheads, whole=whole, budget=BUDGET)
-    world = run(Ahead(overheads), *coming, release=Whole() if whole else First())
+    every, full = rng.random() < 0.5, rng.random() < 0.3
+    told = tell(coming, overheads, whole=whole, budget=BUDGET, every=every, full=full)
+    way = StepsWait.EVERY if every else StepsWait.BATCH
+    world = run(Ahead(overheads, steps_wait=way, full_graphs=full), *coming, release=Whole() if whole else First())
     for record, expected in zip(world.records, told, strict=True):
         submitted = record.submitted_ns if record.load_bytes else -1
         landed = expected.landed_ns[-1] if record.load_bytes else record.all_landed_ns
@@ -263,6 +291,26 @@ def the_device_is_always_free(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AheadEngine, "_begin_pass", wrong)
 
 
+def every_step_waits_whatever_is_asked(patch: pytest.MonkeyPatch) -> None:
+    begin = AheadEngine._begin_pass
+
+    def wrong(self: AheadEngine, made: Pass) -> None:
+        self._steps_wait = StepsWait.EVERY
+        begin(self, made)
+
+    patch.setattr(AheadEngine, "_begin_pass", wrong)
+
+
+def a_graph_is_launched_layer_by_layer(patch: pytest.MonkeyPatch) -> None:
+    begin = AheadEngine._begin_pass
+
+    def wrong(self: AheadEngine, made: Pass) -> None:
+        made.whole = False
+        begin(self, made)
+
+    patch.setattr(AheadEngine, "_begin_pass", wrong)
+
+
 def joining_is_free(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Overheads, "joining_ns", lambda self, tokens: 0)
 
@@ -279,6 +327,8 @@ WRONG = [
     the_device_waits_for_the_whole_launch,
     the_device_is_always_free,
     the_link_is_never_busy,
+    every_step_waits_whatever_is_asked,
+    a_graph_is_launched_layer_by_layer,
 ]
 
 
@@ -294,7 +344,7 @@ def test_a_wrong_engine_is_told_apart(
         except Exception:  # whatever stops the wrong engine is a notice too
             return True
 
-    assert any(noticed(seed) for seed in range(60))
+    assert any(noticed(seed) for seed in range(600))
 
 
 def test_joining_that_is_free_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:

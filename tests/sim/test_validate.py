@@ -14,8 +14,10 @@ from lamella.sim.overheads import MeasuredOverheads, Overheads, open_overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
 from lamella.sim.recorded_arms import InputsWait, model_of, predict
+from lamella.sim.settings import StepsWait
+from lamella.sim.splits import Known, Split
 from lamella.sim.strategies import AUTO, CHUNK_MAJOR, RECOMPUTE, Device, parse_strategy
-from lamella.sim.validate import Split, Validation, judge, validate
+from lamella.sim.validate import Validation, judge, validate
 from recorded_run import ARMS, CELLS, TRUE, cell, engine_row, recorded_lines, repeat_row, request_row
 
 DEVICE = Device(load_profile())
@@ -308,6 +310,13 @@ def test_lines_of_other_kinds_are_counted() -> None:
         ('{"calibrate": "a", "test": ["b"]}', "calibrate must be a list"),
         ('{"calibrate": ["a"], "test": ["a"]}', "a in both lists: a cell that was fitted on proves nothing"),
         ('{"calibrate": ["a"], "test": []}', "nothing would be judged"),
+        ('{"test": ["a"], "commits": []}', "commits must be an object"),
+        ('{"test": ["a"], "commits": {"c": {"pace": 1}}}', "commit c: known are steps_wait, slow_lane"),
+        (
+            '{"test": ["a"], "commits": {"c": {"steps_wait": "all"}}}',
+            "steps_wait must be one of batch, every, got 'all'",
+        ),
+        ('{"test": ["a"], "commits": {"c": {"slow_lane": 1}}}', "slow_lane must be true or false, got 1"),
     ],
 )
 def test_a_split_that_proves_nothing_is_refused(text: str, words: str) -> None:
@@ -334,7 +343,7 @@ def test_an_engine_that_does_not_schedule_ahead_is_refused_by_cell() -> None:
 
 def test_the_committed_recordings_give_the_figures_that_are_quoted() -> None:
     kept = json.loads((RESULTS / "h200-2026-11-29-validation.json").read_text(encoding="utf-8"))
-    names = [f"h200-2026-11-29-grid-{group}.jsonl.xz" for group in ("core", "original")]
+    names = [f"h200-2026-11-29-grid-{group}.jsonl.xz" for group in ("core", "full-graphs", "original")]
     lines = [line for name in names for line in lzma.decompress((RESULTS / name).read_bytes()).decode().splitlines()]
     split = Split.parse((RESULTS / "validation-split.json").read_text(encoding="utf-8"))
     found = validate(read_recorded(lines, "the grid"), DEVICE, split)
@@ -342,9 +351,80 @@ def test_the_committed_recordings_give_the_figures_that_are_quoted() -> None:
     assert found.overheads == open_overheads("vllm-0.26-h200-llama-3.1-8b")
     test = found.test
     assert test.error_at(0.5) <= 0.05
-    assert test.error_at(0.9) <= 0.10
-    assert test.right_signs == len(test.shown) >= 10
-    assert test.largest_regret <= 0.03
+    assert test.error_at(0.9) <= 0.115, "the aim, 10%, is missed"
+    assert test.right_signs == len(test.shown) >= 20
+    assert sorted(advice.regret for advice in test.advice)[-3] <= 0.03, "the aim is missed in two cells"
+    assert test.largest_regret <= 0.165
+    assert {(arm.cell, arm.arm) for arm in test.arms if arm.spoiled} == {
+        ("c4_hit12288_new2866_chunk4096", "auto"),
+        ("c4_hit12288_new2866_chunk4096", "fifo_first"),
+        ("c4_hit12288_new2866_chunk4096", "interleaved_first"),
+        ("c8_hit12288_new2866_chunk4096", "auto"),
+    }
+
+
+def slow_lines(lane_us: int, commit: str) -> list[str]:
+    """An arm of 1 GiB a load, whose lane took so long for each."""
+    loads = [
+        request_row(9_000, asked_us=0, ordered_us=0, started_us=0, landed_us=[lane_us], bytes=1 << 30) for _ in range(3)
+    ]
+    rows = [repeat_row(cell("x", 1, rate_per_s=1.0), "fifo_first", n, loads) for n in range(2)]
+    return lines_of({**engine_row(), "commit": commit}, *rows)
+
+
+@pytest.mark.parametrize(
+    ("lane_us", "commit", "spoiled"), [(20_000, "old", False), (60_000, "old", True), (60_000, "new", False)]
+)
+def test_an_arm_is_spoiled_by_a_known_fault_that_its_own_lane_shows(lane_us: int, commit: str, spoiled: bool) -> None:
+    """1 GiB takes 19.5 ms; the rule knows the commit and the rate, and not the error."""
+    split = Split((), ("x",), {"old": Known(slow_lane=True)})
+    found = validate(read_recorded(slow_lines(lane_us, commit), "x"), DEVICE, split, KNOWN).test
+    (arm,) = found.arms
+    assert arm.spoiled == spoiled
+    assert (len(found.errors), len(found.all_errors), found.spoiled) == (not spoiled, 1, spoiled)
+
+
+def test_what_steps_wait_for_is_known_by_commit() -> None:
+    split = Split.parse('{"test": ["x"], "commits": {"old": {"steps_wait": "every"}}}')
+    for commit, way in (("old", StepsWait.EVERY), ("new", StepsWait.BATCH)):
+        run = split.tell(read_recorded(slow_lines(20_000, commit), "x"))
+        assert {repeat.steps_wait for repeat in run.repeats} == {way}
+
+
+@pytest.mark.parametrize(
+    ("graphs", "settings", "found"),
+    [
+        ("piecewise", {"release": "first"}, False),
+        ("full", {"release": "first", "full_graphs": "before"}, True),
+        ("full", {"release": "first", "full_graphs": "inside"}, "waits inside a graph of the whole step"),
+        ("prefill", {"release": "first"}, "graphs of another kind, prefill"),
+    ],
+)
+def test_which_graphs_an_arm_replayed_is_in_its_model(graphs: str, settings: dict[str, str], found: object) -> None:
+    row = {**repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3), "graphs": graphs, "settings": settings}
+    model = model_of(read_recorded(lines_of(row), "x").repeats[0])
+    assert (model if isinstance(model, str) else model.full_graphs) == found
+
+
+def test_arms_with_full_graphs_are_compared_with_chunk_major_that_has_them() -> None:
+    full = [check("x", "chunk_full_graphs", 80, 80), check("x", "fifo_full_graphs", 90, 90)]
+    judged = judge([check("x", "chunk_bounded", 100, 100), *(one._replace(full_graphs=True) for one in full)])
+    (sign,) = judged.signs
+    assert sign.recorded == pytest.approx(90 / 80 - 1)
+
+
+def test_each_engine_is_predicted_with_what_its_own_cells_show() -> None:
+    slow = replace(TRUE, launch_ns=2 * TRUE.launch_ns, prefill_launch_ns=2 * TRUE.prefill_launch_ns)
+    lines = [
+        json.dumps({**json.loads(line), "commit": commit})
+        for commit, overheads in (("quick", TRUE), ("slow", slow))
+        for line in recorded_lines([cell(f"{commit} a", 3), cell(f"{commit} d", 1)], DEVICE, overheads)
+    ]
+    split = Split(("quick a", "slow a"), ("quick d", "slow d"))
+    own, mixed = (validate(read_recorded(lines, "x"), DEVICE, split, together=both) for both in (False, True))
+    assert set(own.engines) == {"quick", "slow"}
+    assert not mixed.engines
+    assert own.test.error_at(1.0) < 0.06 < mixed.test.error_at(1.0)
 
 
 def test_the_shipped_split_names_cells_once() -> None:

@@ -1,0 +1,90 @@
+"""Which recorded cells overheads are measured in, which the model is judged by, and what is known of the recorded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple
+
+from lamella.sim.recorded import RecordedRun
+from lamella.sim.settings import StepsWait
+
+
+class Known(NamedTuple):
+    """What is known of a connector's commit.
+
+    Attributes:
+        steps_wait: what its steps wait for.
+        slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace; arms in which
+            that shows are not judged by.
+    """
+
+    steps_wait: StepsWait = StepsWait.BATCH
+    slow_lane: bool = False
+
+
+NOTHING_KNOWN: Final[Mapping[str, Known]] = MappingProxyType({})
+
+
+class Split(NamedTuple):
+    """Names of the cells to fit on and of those to be judged by, none in both, and what is known of commits."""
+
+    calibrate: tuple[str, ...]
+    test: tuple[str, ...]
+    commits: Mapping[str, Known] = NOTHING_KNOWN
+
+    @classmethod
+    def parse(cls, text: str) -> Split:
+        """The split that JSON describes.
+
+        `{"calibrate": [...], "test": [...], "commits": {"<hash>": {"steps_wait": "every", "slow_lane": true}}}`; a
+        commit that is not named waits for its batch's loads, and has no known fault.
+
+        Raises:
+            ValueError: anything else, a cell in both lists, or no cell to be judged by.
+        """
+        try:
+            found = json.loads(text)
+        except (json.JSONDecodeError, RecursionError) as error:
+            raise ValueError(f"a split is JSON: {error}") from error
+        if not isinstance(found, dict) or set(found) - {"calibrate", "test", "commits", "note"}:
+            raise ValueError(
+                'a split is an object with the lists "calibrate" and "test", perhaps "commits" and a "note"'
+            )
+        lists = {name: found.get(name, []) for name in ("calibrate", "test")}
+        for name, cells in lists.items():
+            if not isinstance(cells, list) or not all(isinstance(cell, str) for cell in cells):
+                raise ValueError(f"{name} must be a list of cells' names, got {cells!r}")
+        both = set(lists["calibrate"]) & set(lists["test"])
+        if both:
+            raise ValueError(f"{', '.join(sorted(both))} in both lists: a cell that was fitted on proves nothing")
+        if not lists["test"]:
+            raise ValueError("the list test is empty: nothing would be judged")
+        commits = found.get("commits", {})
+        if not isinstance(commits, dict):
+            raise ValueError(
+                f"commits must be an object, a commit's whole hash to what is known of it; got {commits!r}"
+            )
+        known = {commit: _known(commit, facts) for commit, facts in commits.items()}
+        return cls(tuple(lists["calibrate"]), tuple(lists["test"]), known)
+
+    def tell(self, run: RecordedRun) -> RecordedRun:
+        """The run with what is known of each repeat's commit; a repeat of no named commit is left as it is."""
+        repeats = [
+            replace(repeat, **self.commits[repeat.commit]._asdict()) if repeat.commit in self.commits else repeat
+            for repeat in run.repeats
+        ]
+        return replace(run, repeats=tuple(repeats))
+
+
+def _known(commit: str, facts: Any) -> Known:
+    ways = [way.value for way in StepsWait]
+    if not isinstance(facts, dict) or set(facts) - {*Known._fields}:
+        raise ValueError(f"commit {commit}: known are {', '.join(Known._fields)}, got {facts!r}")
+    if facts.get("steps_wait", ways[0]) not in ways:
+        raise ValueError(f"commit {commit}: steps_wait must be one of {', '.join(ways)}, got {facts['steps_wait']!r}")
+    if not isinstance(facts.get("slow_lane", False), bool):
+        raise ValueError(f"commit {commit}: slow_lane must be true or false, got {facts['slow_lane']!r}")
+    return Known(StepsWait(facts.get("steps_wait", ways[0])), facts.get("slow_lane", False))
