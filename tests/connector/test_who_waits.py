@@ -71,7 +71,6 @@ def run(engine: SmallEngine, actions: Actions) -> None:
     st.booleans(),
     st.booleans(),
 )
-@pytest.mark.known_fault(80)
 def test_every_step_waits_for_the_loads_that_its_batch_reads_and_for_no_other(
     actions: Actions, ranks: int, ahead: bool, joins: bool
 ) -> None:
