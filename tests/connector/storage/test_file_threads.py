@@ -2,17 +2,18 @@
 
 import errno
 import os
+import random
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from file_disk import LAST, LAYER, SIZE, WAIT_S, WHOLE, Kept
+from file_disk import LAST, LAYER, SIZE, WAIT_S, WHOLE, Disk, Kept
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.object_format import PAGE_BYTES
 from lamella.connector.storage.open_files import OpenFiles
-from lamella.connector.storage.tier import Leading
+from lamella.connector.storage.tier import DamagedObjectError, Leading
 from lamella.reference.layout import ByteRange
 from tier_objects import content, key
 
@@ -241,3 +242,40 @@ def test_a_file_cut_off_behind_the_slice_is_damaged_whatever_its_time_of_change_
     read, _ = kept.read(LAYER)
     assert (read.num_objects, "cut off" in str(read.error)) == (0, True)
     assert not kept.is_there(0)
+
+
+# ---- more than one read an object
+
+
+@pytest.mark.parametrize("is_cached", [True, False], ids=["cached", "awaited"])
+def test_runs_of_several_reads_are_whole_and_verified_to_their_last_byte(
+    is_cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = (3 << 20, (2 << 20) + 5, 7, 1 << 20)
+    size = sum(runs)
+    data = random.Random(1).randbytes(size)
+    disk = Disk(monkeypatch)
+    tier = FileTier(tmp_path / "kv", size, runs)
+    tier.put(key(0), memoryview(data))
+    if not is_cached:
+        disk.refused["cached read"] = errno.EAGAIN
+    for ranges in ([ByteRange(0, size)], [ByteRange(0, runs[0])], [ByteRange(runs[0], runs[1] + 7)]):
+        buffers = [bytearray(one.num_bytes) for one in ranges]
+        tier.get_ranges(key(0), ranges, [memoryview(buffer) for buffer in buffers])
+        assert buffers == [data[one.offset : one.offset + one.num_bytes] for one in ranges]
+        assert bool(disk.readers) != is_cached
+    with open(tier.path_of(key(0)), "r+b") as file:
+        file.seek(PAGE_BYTES + runs[0] - 1)
+        file.write(bytes([data[runs[0] - 1] ^ 1]))
+    buffer = bytearray(runs[0])
+    with pytest.raises(DamagedObjectError, match="damaged in run 0"):
+        tier.get_ranges(key(0), [ByteRange(0, runs[0])], [memoryview(buffer)])
+
+
+def test_after_an_error_no_further_object_is_read(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse_threads(monkeypatch)
+    kept.disk.refused["cached read"] = errno.EAGAIN
+    kept.damage(1, SIZE - 1)
+    before = kept.disk.read_bytes
+    assert kept.read()[0].num_objects == 1
+    assert kept.disk.read_bytes - before == 2 * SIZE + len(kept.keys) * PAGE_BYTES
