@@ -364,10 +364,9 @@ def test_the_committed_recordings_give_the_figures_that_are_quoted() -> None:
 
 
 def slow_lines(lane_us: int, commit: str) -> list[str]:
-    """An arm of 1 GiB a load, whose lane took so long for each."""
-    loads = [
-        request_row(9_000, asked_us=0, ordered_us=0, started_us=0, landed_us=[lane_us], bytes=1 << 30) for _ in range(3)
-    ]
+    """An arm of 1 GiB a load, one after another, whose lane took so long for each."""
+    of = {"asked_us": 0, "ordered_us": 0, "started_us": 0, "landed_us": [lane_us], "bytes": 1 << 30}
+    loads = [{**request_row(90_000, **of), "at_us": 100_000 * n} for n in range(3)]
     rows = [repeat_row(cell("x", 1, rate_per_s=1.0), "fifo_first", n, loads) for n in range(2)]
     return lines_of({**engine_row(), "commit": commit}, *rows)
 
