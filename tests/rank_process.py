@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -49,7 +49,9 @@ class RankProcess:
         assert self._child.stdout is not None
         self._child.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
         self._child.stdin.flush()
-        ready, _, _ = select.select([self._child.stdout], [], [], bound_s)
+        with selectors.PollSelector() as selector:  # `select` refuses descriptors from 1024 on
+            selector.register(self._child.stdout, selectors.EVENT_READ)
+            ready = selector.select(bound_s)
         if not ready:
             raise TimeoutError(f"SAFE-5: {do} {arguments} was not answered within {bound_s} s")
         answer = json.loads(self._child.stdout.readline() or '{"died": true}')
