@@ -76,11 +76,16 @@ class RankMover:
         """This process's own, where it moves the bytes."""
         self.executor: Executor = Beginning()
         """Begins loads."""
-        self._board = LayerArrivalBoard.create(num_arrival_slots)
-        self.arrivals = LayerArrivalPool(self._board)
-        """Entries of this rank's board."""
+        # first of all: where there is no server nothing was made that must be given back
         self.line = Line(Connection(folder, timeout_s=call_timeout_s), lambda: self.session.epoch.registered.session)
         """To the server."""
+        try:
+            self._board = LayerArrivalBoard.create(num_arrival_slots)
+        except BaseException:
+            self.line.close()
+            raise
+        self.arrivals = LayerArrivalPool(self._board)
+        """Entries of this rank's board."""
         moves = self._moves = Moves(
             rank=of.rank,
             num_layers=layout.num_layers,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from lamella.server.connection import Connection, ServerLostError
 from lamella.server.endpoint import make_folder
 from lamella.server.moves import Line
 from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsReport
+from lamella.server.rank import RankOfEngine
 from lamella.server.worker import Worker
 from rank_driver import RankMemory, ServerProcess, join, keys_of, load, serving, store, until
 
@@ -162,6 +165,25 @@ def test_a_mover_that_is_closed_or_moving_is_not_roused(memory: RankMemory) -> N
     assert mover.engine.lane(Direction.RETRIEVE).windows == before + 2
     mover.close()
     mover.rouse()
+
+
+def test_a_rank_that_finds_no_server_leaves_nothing_behind(memory: RankMemory, tmp_path: Path) -> None:
+    """An engine may try until one is there; each try held a board, its file and its descriptors for good."""
+
+    def held() -> list[str]:
+        names = sorted(str(one) for one in Path("/dev/shm").glob(f"lamella-{os.getpid()}-*"))
+        for one in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):  # the listing's own
+                names.append(os.readlink(f"/proc/self/fd/{one}"))
+        return sorted(name for name in names if name.startswith("/dev/shm/lamella-"))
+
+    before = held()
+    empty = tmp_path / "empty"
+    make_folder(empty)
+    for folder, refused in ((tmp_path / "none", OSError), (empty, ServerLostError)):
+        with pytest.raises(refused):
+            Worker(folder, RankOfEngine("alone", memory.space), memory.caches, call_timeout_s=0.1)
+        assert held() == before
 
 
 def test_what_is_to_be_done_meanwhile_is_done_while_the_answer_is_on_its_way(server: ServerProcess) -> None:
