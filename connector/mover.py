@@ -125,7 +125,6 @@ class PoolMover:
         self.memory = memory
         self.executor: Executor = AtOnce()
         self.engine: TransferEngine = TransferEngine(place.device, **place.options())
-        self._final_slots: int | None = None  # once every piece is registered or has failed
         self.registered: RegisteredCache = self.engine.register_cache(place.caches.layout, place.caches.engines)
 
     def load(self, order: LoadOrder, slices: Sequence[Slice]) -> Callable[[], Transfer]:
@@ -195,17 +194,8 @@ class PoolMover:
 
     @property
     def ready_slots(self) -> int:
-        """Slots from 0 on that can be used; those behind a piece that is not registered do not count."""
-        if self._final_slots is not None:
-            return self._final_slots
-        report = self.memory.report()
-        shape = self.memory.shape
-        failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
-        pieces = min(report.ready + len(report.failed), failed)
-        slots = min(pieces * shape.piece_slots, shape.num_slots)
-        if report.ready + len(report.failed) == shape.num_pieces:
-            self._final_slots = slots
-        return slots
+        """As `SlotMemory.ready_slots`."""
+        return self.memory.ready_slots
 
     def close(self) -> None:
         """As `Mover.close`."""

@@ -189,6 +189,11 @@ class SlotMemory:
         start = slot * self.shape.pitch_bytes
         return memoryview(self._memory.buffer).cast("B")[start : start + self.shape.object_bytes]
 
+    @property
+    def ready_slots(self) -> int:
+        """Slots from 0 on that can be used now; those behind a piece that is not registered do not count."""
+        return min(self._registration.leading_ready * self._piece_slots, self.shape.num_slots)
+
     def report(self) -> RegistrationReport:
         """Pieces by state now."""
         return self._registration.report()

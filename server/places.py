@@ -100,10 +100,7 @@ class Place:
     @property
     def ready_slots(self) -> int:
         """Slots from 0 on that can be used now."""
-        report = self.pool.memory.report()
-        shape = self.pool.memory.shape
-        failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
-        return min(min(report.ready + len(report.failed), failed) * shape.piece_slots, shape.num_slots)
+        return self.pool.memory.ready_slots
 
     def flush(self, timeout_s: float) -> None:
         """What was stored is in the tiers.

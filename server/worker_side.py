@@ -71,7 +71,7 @@ class WorkerSide:
     def ready_slots(self) -> int:
         """Slots from 0 on that this process's device reaches."""
         attached = self._attached
-        return attached.ready_slots if attached is not None else 0
+        return attached.memory.ready_slots if attached is not None else 0
 
     def rouse(self) -> None:
         """The way of a load was walked once with nothing to move, so that the lane is awake and its code in the caches.
@@ -251,12 +251,6 @@ class _Attached:
         self.memory = memory
         self.shared = shared
         self.users = 0
-
-    @property
-    def ready_slots(self) -> int:
-        report, shape = self.memory.report(), self.memory.shape
-        failed = min((piece.piece for piece in report.failed), default=shape.num_pieces)
-        return min(min(report.ready + len(report.failed), failed) * shape.piece_slots, shape.num_slots)
 
     def objects(self, first_chunk: int, slots: Sequence[int]) -> HostObjects:
         memory = self.memory

@@ -252,6 +252,7 @@ def test_slots_whose_memory_failed_to_register_are_never_handed_out() -> None:
     report = pool.memory.wait_registered(20)
     per_piece = pool.memory.shape.piece_slots
     assert [failed.piece for failed in report.failed] == [1]
+    assert pool.memory.ready_slots == per_piece, "slots behind a piece that failed do not count"
     bad = set(pool.memory.shape.slots_of(1))
     usable = 24 - len(bad)
     slots = fill(pool, *range(usable))
