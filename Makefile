@@ -49,6 +49,8 @@ test-vllm: prepare
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio tests/with_vllm
 	@echo "== pytest inside real vLLM, steps scheduled ahead"
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu $(AHEAD)
+	@echo "== pytest inside real vLLM, steps scheduled ahead, decoding steps that pass for full graphs"
+	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.full_graphs_before $(AHEAD)
 
 dev:
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)

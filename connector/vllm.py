@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from lamella.connector.back_end import back_end_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
@@ -39,10 +40,13 @@ _log = logging.getLogger(__name__)
 _RESULTS = getattr(base, "KVConnectorTransferResults", None)  # from 0.27 on
 
 
-def _is_replay(forward_context: Any) -> bool:
-    """Whether the step of this context is one captured graph: Model Runner V2 has no attention metadata for it then."""
-    mode = getattr(forward_context, "cudagraph_runtime_mode", None)
-    return getattr(forward_context, "attn_metadata", ()) is None or getattr(mode, "name", "") == "FULL"
+def _is_replay() -> bool:
+    """Whether the step that begins is one captured graph: its context says so, or (Model Runner V2) there is none."""
+    if not is_forward_context_available():
+        return True
+    context = get_forward_context()
+    mode = getattr(context, "cudagraph_runtime_mode", None)
+    return getattr(context, "attn_metadata", ()) is None or getattr(mode, "name", "") == "FULL"
 
 
 @dataclass
@@ -163,15 +167,18 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
             self.worker.flush(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: LamellaOrders) -> None:
-        """The step's loads begin here, before the forward pass in every version."""
+        """The step's loads begin here, and where no layer will wait they are waited for.
+
+        In every version this is before the forward pass, which `start_load_kv` is not.
+        """
         super().bind_connector_metadata(connector_metadata)
         if self.worker is not None:
             self.worker.begin_step(connector_metadata.orders)
+            if self.worker.loads.gated:
+                self.worker.before_forward(replays=_is_replay())
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Loads have begun already; where no layer will wait, they are waited for."""
-        if self.worker is not None and self.worker.loads.gated:
-            self.worker.before_forward(replays=_is_replay(forward_context))
+        """Loads have begun already, and it may be too late to wait: 0.32 calls this behind the launch of most steps."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Every released load has landed in this layer."""

@@ -25,7 +25,7 @@ from lamella.reference.keys import KeySpace
 _log = logging.getLogger(__name__)
 _TESTED: Final = ("0.26.", "0.32.")
 _ATTENTION: Final = {"FullAttentionSpec", "MLAAttentionSpec", "SlidingWindowSpec"}
-
+_DRAFTERS_WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 
 TRY_GRAPH_WAITS: Final = "LAMELLA_TRY_GRAPH_WAITS"
 """Environment variable that lets an engine have waits inside full CUDA graphs."""
@@ -46,6 +46,7 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
         )
     if not settings.waits_in_forward:
         return
+    _check_forward(vllm_config, settings)
     mode = vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.has_full_cudagraphs():
         _check_full_graphs(mode, settings)
@@ -60,13 +61,34 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
         )
 
 
+def _no_waits(settings: ConnectorSettings) -> str:
+    """What to set so that no forward pass waits by layers; each is enough."""
+    has_release = not (settings.use_layerwise or settings.is_auto)
+    return f"set layers_per_slice to 0{' or release to whole' if has_release else ''}"
+
+
+def _check_forward(vllm_config: Any, settings: ConnectorSettings) -> None:
+    """Raises where a step calls the hooks of a layer another number of times than once, and before it ends."""
+    parallel, drafter = vllm_config.parallel_config, getattr(vllm_config, "speculative_config", None)
+    if getattr(parallel, "use_ubatching", False):
+        said = "enable_dbo" if parallel.enable_dbo else f"ubatch_size {parallel.ubatch_size}"
+        raise ValueError(
+            f"{said} computes each layer of a step in parts, and a layer's waits and stores are once a step: leave it "
+            f"out, or {_no_waits(settings)}"
+        )
+    method = getattr(drafter, "method", None)
+    if drafter is not None and method not in _DRAFTERS_WITHOUT_KV:
+        raise ValueError(
+            f"speculative decoding by {method} runs layers with KV of their own behind the forward pass, where their "
+            f"waits can be missed: use one of {', '.join(_DRAFTERS_WITHOUT_KV)}, or {_no_waits(settings)}"
+        )
+
+
 def _check_full_graphs(mode: Any, settings: ConnectorSettings) -> None:
     """Raises where the layers' waits and graphs of whole steps do not go together; each remedy named is enough."""
     whole_prefills = mode.mixed_mode().name == "FULL"
     before = f"{'use FULL_AND_PIECEWISE and ' if whole_prefills else ''}set full_graphs to before"
-    no_waits = "set layers_per_slice to 0"
-    if not (settings.use_layerwise or settings.is_auto):  # there release has no say
-        no_waits += " or release to whole"
+    no_waits = _no_waits(settings)
     if settings.full_graphs == "never":
         raise ValueError(
             f"cudagraph_mode {mode.name} replays whole steps and passes over the layers' waits: {before}, or use "

@@ -259,9 +259,10 @@ class WorkerSide:
             self.stores.layer_computed(layer)
 
     def step_computed(self) -> None:
-        """The forward pass was launched: its loads have ended, and stores leave unless their blocks have failed."""
-        if self.loads.gated:
-            self.loads.settle()
+        """The forward pass was launched: its loads have ended, and stores leave unless their blocks have failed.
+
+        With speculative decoding vLLM's first model runner asks for what has `finished` before it says this.
+        """
         self._take_in()
         if not self._idle and self.stores.wait_for_step:
             self.stores.step_computed(self.loads.spoils)
@@ -293,6 +294,8 @@ class WorkerSide:
         return report
 
     def _take_in(self) -> None:
+        if self.loads.gated:
+            self.loads.settle()
         self.mover.look()
         if self._idle:
             return

@@ -166,7 +166,7 @@ class WorkerLoads:
 
     def wait_whole(self) -> None:
         """As `wait_layer` for every layer: where no hook will be called."""
-        for load in tuple(self.gated):
+        for load in tuple(self.gated) if self._rules.wait_for_released else ():
             self._wait(load, self._num_layers - 1)
             load.waited_whole = True
 

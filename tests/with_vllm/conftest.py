@@ -71,10 +71,12 @@ def _model(factory: pytest.TempPathFactory, name: str, **options: Any) -> Path:
 def engine(tiny_llama: Path) -> Iterator[object]:
     """An engine whose loads move slice by slice as a test lets them; its cache of 39 blocks makes reuse certain."""
     from with_vllm.live_engine import LiveEngine
+    from with_vllm.replays import GRAPHS
 
     live = LiveEngine(
         tiny_llama,
         {
+            **GRAPHS,
             "layers_per_slice": 1,
             "host_pool_gib": 0.1,
             "chunk_tokens": 64,

@@ -28,6 +28,7 @@ from lamella.connector.worker_loads import Load
 from lamella.reference.slices import plan_slices
 from with_vllm.answers import Answer, Tolerance, answer_of, tolerance_for
 from with_vllm.gates import NativeGate, SliceGate
+from with_vllm.replays import HIT, OWN
 
 BLOCK = 32
 _BOUND_S = 60.0
@@ -204,14 +205,14 @@ class LiveEngine:
         largest = 0.0
         with self.nothing_loaded():
             for salt in (0, 5, 7):
-                tokens = prompt(500, salt)
+                tokens = prompt(HIT + OWN, salt)
                 self.forget_blocks()
                 first = self.generate(tokens)
                 self.add("again", tokens)
                 self.add("beside", prompt(300, salt + 50))
                 again, _beside = self.finish("again", "beside")
                 answers = [again]
-                for length in (448, 320, 64):
+                for length in (HIT, 320, 64):
                     self.forget_blocks()
                     self.generate(tokens[:length], 1)
                     answers.append(self.generate(tokens))

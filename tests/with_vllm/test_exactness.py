@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.replays import GRAPHS, HIT, OWN, REPLAYED, replays
 
-P = prompt(500)
-Q = prompt(500, salt=7)
+P = prompt(HIT + OWN)
+Q = prompt(HIT + OWN, salt=7)
 WIDTHS: tuple[int | str | tuple[int, ...], ...] = (0, 1, 3, 8, 16, (1, 1, 2, 4))
 RELEASES = ("whole", "first", "first:2", "first:4", "jit", "jit:1ms", "jit:step")
 
@@ -28,6 +29,7 @@ def free(deep_llama: Path) -> Iterator[LiveEngine]:
     live = LiveEngine(
         deep_llama,
         {
+            **GRAPHS,
             "layers_per_slice": 1,
             "host_pool_gib": 0.25,
             "chunk_tokens": 64,
@@ -49,10 +51,21 @@ def test_asynchronous_loads_are_exact_for_every_release(free: LiveEngine, width:
         before = {name: free.worker.metrics.total(name) for name in ("loads_layerwise", "loads_whole")}
         loaded = free.generate(P)
         assert loaded.same(computed), (width, release)
-        assert loaded.cached == 448
+        assert loaded.cached == HIT
         free.forget_blocks()
         engaged = "loads_layerwise" if layerwise else "loads_whole"
         assert free.worker.metrics.total(engaged) == before[engaged] + 1
+
+
+@pytest.mark.skipif(not REPLAYED, reason="steps that read what is loaded compute several tokens: they are no replays")
+def test_every_step_that_reads_what_was_loaded_replays_a_graph_of_the_whole_step(free: LiveEngine) -> None:
+    for use_layerwise in (False, True):
+        free.configure(1, use_layerwise=use_layerwise)
+        computed = free.stored(P)
+        with replays(free) as seen:
+            loaded = free.generate(P)
+        assert loaded.same(computed)
+        assert len(seen) >= len(loaded.tokens), seen
 
 
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
@@ -64,7 +77,7 @@ def test_synchronous_loads_and_layerwise_stores_are_exact(free: LiveEngine, widt
     assert free.request("r1").num_computed_tokens == len(P)  # it joined the very first step
     loaded = free.finish("r1")[0]
     assert loaded.same(computed)
-    assert loaded.cached == 448
+    assert loaded.cached == HIT
 
 
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
@@ -77,14 +90,14 @@ def test_a_load_answers_as_the_engines_own_hit_of_the_same_length_and_its_bytes_
         for _repetition in range(3):
             free.side.reset()
             free.forget_blocks()
-            free.generate(P[:448], 1)
-            own.append(free.generate_with_kv(P, 448))
+            free.generate(P[:HIT], 1)
+            own.append(free.generate_with_kv(P, HIT))
     spread = max(answer.deviation(own[-1][0]) for answer, _kv in own)
     free.forget_blocks()
     for release in ("first", "jit:step", "whole") if width else ("whole",):
         free.configure(width, release)
-        loaded, kv = free.generate_with_kv(P, 448)
-        assert (loaded.cached, own[-1][0].cached) == (448, 448)
+        loaded, kv = free.generate_with_kv(P, HIT)
+        assert (loaded.cached, own[-1][0].cached) == (HIT, HIT)
         assert all(torch.equal(mine, right) for mine, right in zip(kv, own[-1][1], strict=True))
         assert loaded.deviation(own[-1][0]) <= spread, (width, release)
         free.forget_blocks()
@@ -108,7 +121,7 @@ def test_a_load_goes_on_where_the_engines_own_hit_ends(free: LiveEngine) -> None
     before = free.side.metrics.total("hit_tokens")
     loaded = free.generate(P)
     assert loaded.same(computed)
-    assert free.side.metrics.total("hit_tokens") - before == 448 - 96
+    assert free.side.metrics.total("hit_tokens") - before == HIT - 96
 
 
 @pytest.mark.known_fault(58)
@@ -166,7 +179,7 @@ def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]
         answers = []
         for tokens in (P, Q):
             answers.append(free.generate(tokens))
-            assert answers[-1].cached == 448
+            assert answers[-1].cached == HIT
             free.forget_blocks()
         return [answer.deviation(own) == 0 for answer, own in zip(answers, right, strict=True)]
     finally:

@@ -12,19 +12,22 @@ from typing import Any
 import pytest
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 from vllm.config import CUDAGraphMode
+from vllm.forward_context import override_forward_context
 from vllm.v1.core.sched.request_queue import RequestQueue
 
 from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import COUNTERS, TIMES
-from lamella.connector.load_in_flight import Load
+from lamella.connector.load_in_flight import Load, Polled
 from lamella.connector.step_orders import StepOrders
-from lamella.connector.vllm import LamellaConnector
+from lamella.connector.vllm import LamellaConnector, LamellaOrders, _is_replay
 from lamella.connector.vllm_engine import TRY_GRAPH_WAITS, check_engine
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.vllm_stats import LamellaStats
 from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.replays import HIT, OWN, REPLAYED, decodes_by_replays
 
-P = prompt(500)
+P = prompt(HIT + OWN)
+LONGER = prompt(HIT + 52)  # whose reader is never replayed whole
 FAIL_OR_RECOMPUTE = [
     pytest.param(False, id="fail"),
     pytest.param(
@@ -81,8 +84,8 @@ def test_a_step_that_passes_over_the_hook_fails_its_loads_and_releases_are_whole
     engine: LiveEngine, recompute: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.scheduler.recompute_kv_load_failures = recompute
-    computed = engine.stored(P)
-    engine.add("r1", P)
+    computed = engine.stored(LONGER)
+    engine.add("r1", LONGER)
     engine.release("r1")
     load = engine.load_of("r1")
     with monkeypatch.context() as patched:
@@ -95,7 +98,7 @@ def test_a_step_that_passes_over_the_hook_fails_its_loads_and_releases_are_whole
     assert engine.worker.loads.hooks_bypassed
     try:
         engine.forget_blocks()
-        engine.add("r2", P)
+        engine.add("r2", LONGER)
         engine.step()
         load = engine.load_of("r2")
         engine.land(load, 3)
@@ -103,6 +106,24 @@ def test_a_step_that_passes_over_the_hook_fails_its_loads_and_releases_are_whole
         assert not load.reported  # three of four layers are not enough any more
         engine.land(load)
         assert engine.finish("r2")[0].same(computed)
+    finally:
+        engine.worker.loads._hooks_bypassed = False
+
+
+@pytest.mark.skipif(not REPLAYED, reason="no step that reads a landing load is replayed whole")
+def test_a_replay_that_nobody_knows_of_fails_its_loads(engine: LiveEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine.stored(P)
+    engine.add("r1", P)
+    engine.release("r1")
+    load = engine.load_of("r1")
+    with monkeypatch.context() as patched:
+        patched.setattr("lamella.connector.vllm._is_replay", lambda: False)
+        patched.setattr("lamella.connector.worker_loads._DRAIN_S", 0.1)
+        engine.step_until(lambda: engine.worker.loads.hooks_bypassed, 4)
+    try:
+        assert load.failed == "the step did not call the per-layer hook"
+        engine.land(load)
+        assert engine.finish("r1")[0].reason == "error"
     finally:
         engine.worker.loads._hooks_bypassed = False
 
@@ -143,12 +164,12 @@ def test_a_bystander_decodes_beside_a_released_load_that_is_in_no_batch_and_a_sh
     engine.add("r2", P)
     with set_aside(engine, "r1"), engine.landing_on_demand() as waited:
         engine.step_until(lambda: engine.request("r2").num_output_tokens > 0)
-        assert [layer for _request, layer in waited] == [0, 1, 2, 3]
+        assert [layer for _request, layer in waited] == ([3] if REPLAYED else [0, 1, 2, 3])
         assert {request for request, _layer in waited} == {load.order.request}
     _bystander, loaded, sharer = engine.finish("r0", "r1", "r2")
     assert loaded.same(computed)
     assert sharer.same(computed)
-    assert sharer.cached >= 448
+    assert sharer.cached >= HIT
 
 
 def test_a_bystander_stands_still_where_every_released_load_is_waited_for(
@@ -157,7 +178,7 @@ def test_a_bystander_stands_still_where_every_released_load_is_waited_for(
     engine.stored(P)
     monkeypatch.setattr(Load, "may_be_read_by", lambda self, orders: True)
     _decoded, waited = steps_beside_a_frozen_load(engine)
-    assert [layer for _request, layer in waited] == [0, 1, 2, 3]
+    assert [layer for _request, layer in waited] == ([3] if decodes_by_replays(engine) else [0, 1, 2, 3])
     engine.finish("r0", "r1")
 
 
@@ -232,20 +253,47 @@ def test_hooks_are_called_while_a_graph_is_captured_and_their_waits_go_in(
     ("context", "replays"),
     [
         ({"attn_metadata": {"a layer": 1}}, False),
-        ({"attn_metadata": None}, True),  # Model Runner V2
+        (None, True),  # Model Runner V2
+        ({"attn_metadata": None}, True),
         ({"attn_metadata": {"a layer": 1}, "cudagraph_runtime_mode": CUDAGraphMode.FULL}, True),
         ({"attn_metadata": {"a layer": 1}, "cudagraph_runtime_mode": CUDAGraphMode.PIECEWISE}, False),
+        ({"attn_metadata": [{"a layer": 1}], "cudagraph_runtime_mode": CUDAGraphMode.NONE}, False),
     ],
 )
-def test_a_replay_is_known_by_its_context(
-    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch, context: dict[str, Any], replays: bool
+def test_a_replay_is_known_before_it_is_launched(context: dict[str, Any] | None, replays: bool) -> None:
+    with override_forward_context(None if context is None else SimpleNamespace(**context)):
+        assert _is_replay() == replays
+
+
+def test_who_is_replayed_waits_whole_when_its_step_is_bound_whatever_is_called_later(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine.worker.loads, "_replayed", False)
-    monkeypatch.setattr(engine.worker.loads, "_orders", StepOrders(num_tokens=1))
-    monkeypatch.setattr(engine.worker.loads, "gated", [SimpleNamespace()])
-    monkeypatch.setattr(engine.worker.loads, "wait_whole", lambda: None)
-    engine.connector.start_load_kv(SimpleNamespace(**context))
-    assert engine.worker.loads._replayed == replays
+    """The first runner of 0.32 says that loads may start when it has launched the forward pass."""
+    worker, waited = engine.worker, []
+    monkeypatch.setattr(worker, "begin_step", lambda orders: None)
+    monkeypatch.setattr(worker.loads, "_orders", StepOrders(num_tokens=1))
+    monkeypatch.setattr(worker.loads, "_replayed", False)
+    monkeypatch.setattr(worker.loads, "gated", [SimpleNamespace()])
+    monkeypatch.setattr(worker.loads, "wait_whole", lambda: waited.append("waited"))
+    monkeypatch.setattr(engine.connector, "_connector_metadata", None)
+    with override_forward_context(None):
+        engine.connector.bind_connector_metadata(LamellaOrders(StepOrders()))
+        assert waited == ["waited"]
+        engine.connector.start_load_kv(SimpleNamespace(attn_metadata=None))
+    assert waited == ["waited"]
+
+
+def test_how_loads_ended_is_known_before_anything_is_reported_whichever_is_asked_first(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With speculative decoding the first runner asks for errors before it says that the pass was launched."""
+    worker, called = engine.worker, []
+    monkeypatch.setattr(worker, "_idle", False)
+    monkeypatch.setattr(worker.loads, "gated", [SimpleNamespace()])
+    monkeypatch.setattr(worker.loads, "settle", lambda: called.append("settled"))
+    monkeypatch.setattr(worker.loads, "poll", lambda: called.append("polled") or Polled())
+    worker.finished()
+    assert called == ["settled", "polled"]
 
 
 WAITS: list[dict[str, Any]] = [
@@ -314,6 +362,48 @@ def test_graphs_of_whole_steps_beside_waits_are_refused_with_remedies_of_which_e
     if said and full_graphs == "inside":
         monkeypatch.setenv(TRY_GRAPH_WAITS, "1")
         assert why_refused(engine, mode, settings) == ""
+
+
+FORWARDS: list[tuple[str, dict[str, Any], str]] = [  # (part of the configuration, what it says, what is refused)
+    ("parallel_config", {"enable_dbo": True}, "enable_dbo computes each layer of a step in parts"),
+    ("parallel_config", {"ubatch_size": 4}, "ubatch_size 4 computes each layer of a step in parts"),
+    ("parallel_config", {"ubatch_size": 1}, ""),
+    ("parallel_config", {"data_parallel_size": 2}, ""),
+    ("scheduler_config", {"async_scheduling": False}, ""),
+    ("speculative_config", {"method": "eagle3"}, "speculative decoding by eagle3 runs layers with KV of their own"),
+    ("speculative_config", {"method": "mtp"}, "speculative decoding by mtp runs"),
+    ("speculative_config", {"method": "draft_model"}, "speculative decoding by draft_model runs"),
+    ("speculative_config", {"method": "custom_class"}, "speculative decoding by custom_class runs"),
+    ("speculative_config", {"method": "ngram"}, ""),
+    ("speculative_config", {"method": "suffix"}, ""),
+    ("speculative_config", {"method": "medusa"}, ""),
+]
+
+
+@pytest.mark.parametrize("waits", [*WAITS, *NO_WAITS], ids=str)
+@pytest.mark.parametrize(("part", "values", "expected"), FORWARDS, ids=lambda one: str(one)[:40])
+def test_steps_that_do_not_call_each_hook_once_are_refused_beside_waits(
+    engine: LiveEngine, part: str, values: dict[str, Any], expected: str, waits: dict[str, Any]
+) -> None:
+    config = copy(engine.llm.llm_engine.vllm_config)
+    changed = copy(getattr(config, part)) or SimpleNamespace()
+    for name, value in values.items():
+        object.__setattr__(changed, name, value)
+    object.__setattr__(config, part, changed)
+
+    def said_of(settings: dict[str, Any]) -> str:
+        try:
+            check_engine(config, ConnectorSettings.from_mapping(settings))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    said = said_of(waits)
+    assert (expected in said) if expected and waits in WAITS else said == ""
+    if said:
+        assert said_of({**waits, "layers_per_slice": 0}) == ""
+    if "release to whole" in said:
+        assert said_of({**waits, "release": "whole"}) == ""
 
 
 def test_below_another_connector_it_is_refused_at_start_with_what_to_do(

@@ -13,14 +13,27 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from with_vllm.answers import Answer
 from with_vllm.live_engine import BLOCK, PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.replays import HIT, OWN, REPLAYED, replays
 
-P = prompt(500)  # 7 chunks of 64 tokens are hit: 14 blocks
+P = prompt(HIT + OWN)
+SHARED = (len(P) - 1) // BLOCK * BLOCK  # what another request with this prompt hits of its blocks
 needs_plain_steps = pytest.mark.skipif(
     not PLAIN_STEPS, reason="recompute is refused with asynchronous scheduling or Model Runner V2"
 )
 FAIL_OR_RECOMPUTE = [pytest.param(False, id="fail"), pytest.param(True, id="recompute", marks=needs_plain_steps)]
 NEAR, FAR = 0.1, 0.3  # of KV that should be the same: by rounding alone, and of other tokens or over blocks of those
 OTHER = prompt(980, salt=5)  # 31 blocks: more than the 25 that are free beside a held load
+
+
+by_a_replay = pytest.mark.usefixtures("read_by_a_replay")
+
+
+@pytest.fixture
+def read_by_a_replay(engine: LiveEngine):
+    """Under `full_graphs: before` a graph of a whole step read the load; without that the test would show nothing."""
+    with replays(engine) as seen:
+        yield
+    assert any(seen) or not REPLAYED, f"no graph was replayed over what is loaded: {seen}"
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +55,7 @@ def leaves_nothing_behind(engine: LiveEngine):
     assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
 
 
+@by_a_replay
 def test_a_released_request_runs_while_its_layers_land(engine: LiveEngine) -> None:
     computed = engine.stored(P)
     engine.add("r1", P)
@@ -52,8 +66,8 @@ def test_a_released_request_runs_while_its_layers_land(engine: LiveEngine) -> No
     with engine.landing_on_demand() as waited:
         answer = engine.finish("r1")[0]
     assert answer.same(computed)
-    assert answer.cached == 448
-    assert [layer for _request, layer in waited] == [0, 1, 2, 3]
+    assert answer.cached == HIT
+    assert [layer for _request, layer in waited] == ([3] if REPLAYED else [0, 1, 2, 3])
     assert engine.worker.metrics.total("released_early") >= 1
 
 
@@ -64,21 +78,26 @@ def shared_blocks(engine: LiveEngine) -> tuple[Answer, list[Answer]]:
     engine.add("r2", P)
     with engine.landing_on_demand():
         answers = engine.finish("r1", "r2")
-    assert answers[1].cached == 480  # the engine's own hit: r1's blocks, with r1's first own block behind them
+    assert (
+        answers[1].cached == SHARED
+    )  # the engine's own hit: r1's blocks, with r1's own block behind them if it is full
     return computed, answers
 
 
+@by_a_replay
 def test_a_sharer_in_the_same_step_waits_too(engine: LiveEngine) -> None:
     computed, answers = shared_blocks(engine)
     assert all(answer.same(computed) for answer in answers)
 
 
+@by_a_replay
 def test_a_sharer_reads_what_has_not_landed_without_waits(engine: LiveEngine) -> None:
     with engine.without("wait_for_released"):
         computed, answers = shared_blocks(engine)
     assert not any(answer.same(computed) for answer in answers)
 
 
+@by_a_replay
 @pytest.mark.parametrize("waits", [True, False], ids=["waits", "no waits"])
 def test_who_reads_blocks_before_they_land_answers_with_no_number(engine: LiveEngine, waits: bool) -> None:
     """The yardstick where rounding is as large as the damage: it is not on a CPU, so that it shows here."""
@@ -191,23 +210,26 @@ def aborted_after_promotion(engine: LiveEngine) -> tuple[Answer, Answer, int]:
         del engine.scheduler.connector.get_num_new_matched_tokens
 
 
+@by_a_replay
 def test_d_nobody_hits_blocks_of_an_aborted_load(engine: LiveEngine) -> None:
     computed, answer, hit = aborted_after_promotion(engine)
     assert answer.same(computed)
     assert hit == 0
 
 
+@by_a_replay
 def test_d_blocks_in_flight_are_hit_without_the_eviction_and_waited_for_all_the_same(engine: LiveEngine) -> None:
     with engine.without("evict_on_abort"):
         computed, answer, hit = aborted_after_promotion(engine)
-    assert hit == 448
+    assert hit == HIT
     assert answer.same(computed)
 
 
+@by_a_replay
 def test_d_blocks_in_flight_are_read_without_eviction_and_waits(engine: LiveEngine) -> None:
     with engine.without("evict_on_abort", "wait_for_released"):
         computed, answer, hit = aborted_after_promotion(engine)
-    assert hit == 448
+    assert hit == HIT
     assert not answer.same(computed)
 
 
@@ -224,6 +246,7 @@ def fails_while_promoted_and_not_scheduled(engine: LiveEngine) -> tuple[Answer, 
     return computed, engine.finish("r1")[0]
 
 
+@by_a_replay
 @pytest.mark.parametrize("recompute", FAIL_OR_RECOMPUTE)
 def test_e_an_error_found_while_the_request_is_not_scheduled_is_kept_for_it(
     engine: LiveEngine, recompute: bool
@@ -249,6 +272,7 @@ def fails_in_its_step(engine: LiveEngine) -> tuple[Answer, Answer]:
     return computed, engine.finish("r1")[0]
 
 
+@by_a_replay
 @pytest.mark.parametrize("recompute", FAIL_OR_RECOMPUTE)
 @pytest.mark.known_fault(80)
 def test_f_a_failure_in_the_step_that_runs_the_request_is_reported_in_that_step(
@@ -259,6 +283,7 @@ def test_f_a_failure_in_the_step_that_runs_the_request_is_reported_in_that_step(
     assert answer.same(computed) if recompute else answer.reason == "error"
 
 
+@by_a_replay
 @needs_plain_steps
 def test_f_a_report_one_step_late_delivers_a_wrong_token(engine: LiveEngine) -> None:
     engine.scheduler.recompute_kv_load_failures = True
@@ -268,11 +293,13 @@ def test_f_a_report_one_step_late_delivers_a_wrong_token(engine: LiveEngine) -> 
     assert not answer.same(computed)
 
 
+@by_a_replay
 def test_f_under_the_policy_fail_no_token_is_delivered(engine: LiveEngine) -> None:
     _computed, answer = fails_in_its_step(engine)
     assert (answer.reason, answer.tokens) == ("error", ())
 
 
+@by_a_replay
 def test_f_under_the_policy_fail_a_report_one_step_late_delivers_a_token(engine: LiveEngine) -> None:
     with engine.without("report_in_same_step"):
         _computed, answer = fails_in_its_step(engine)
@@ -286,7 +313,7 @@ def shared_while_recomputed(engine: LiveEngine) -> tuple[Answer, list[Answer], l
     Third: its hits in the engine's cache. Fourth: how far its KV is from what was computed.
     """
     engine.scheduler.recompute_kv_load_failures = True
-    computed, own = engine.stored_with_kv(P, 480)
+    computed, own = engine.stored_with_kv(P, SHARED)
     engine.fail_at(2)
     engine.add("r1", P)
     engine.release("r1")
@@ -305,13 +332,14 @@ def shared_while_recomputed(engine: LiveEngine) -> tuple[Answer, list[Answer], l
     engine.scheduler.connector.get_num_new_matched_tokens = ask
     try:
         engine.step_until(lambda: engine.request("r2").num_output_tokens > 0)
-        apart = engine.apart(engine.kv_of("r2", 480), own)
+        apart = engine.apart(engine.kv_of("r2", SHARED), own)
         return computed, engine.finish("r1", "r2"), hits, apart
     finally:
         engine.scheduler.scheduler_config.long_prefill_token_threshold = 0
         del engine.scheduler.connector.get_num_new_matched_tokens
 
 
+@by_a_replay
 @needs_plain_steps
 @pytest.mark.known_fault(43)
 def test_g_nobody_hits_failed_blocks_while_they_are_computed_anew(engine: LiveEngine) -> None:
@@ -321,6 +349,7 @@ def test_g_nobody_hits_failed_blocks_while_they_are_computed_anew(engine: LiveEn
     assert hits[0] == 0
 
 
+@by_a_replay
 @needs_plain_steps
 def test_g_failed_blocks_are_hit_without_the_eviction(engine: LiveEngine) -> None:
     with engine.without("evict_on_error", "keep_errors"):
@@ -347,7 +376,7 @@ def test_h_a_second_report_stops_the_engine_without_the_rule(engine: LiveEngine)
 
 def blocks_written_beside_the_load(engine: LiveEngine) -> set[int]:
     """Blocks of the load that the request's first own step writes too; the prompt is chunks to its last token."""
-    whole = P[:448]
+    whole = P[:HIT]
     computed = engine.stored(whole)
     engine.add("r1", whole)
     engine.release("r1")
