@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from lamella.reference.plan import Direction
@@ -28,7 +29,7 @@ BOUND_S = 1.0
 
 
 def wide_engine(folder: Path, full_graphs: str) -> LiveEngine:
-    """Half a gigabyte of KV a prompt; `full_graphs` as in the connector's settings."""
+    """Half a gigabyte of KV a prompt; `full_graphs` as in the connector's settings, CUDA graphs by vLLM's defaults."""
     model = write_tiny_llama(folder, layers=LAYERS, kv_heads=8, head_dim=256, dtype=torch.bfloat16)
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
@@ -54,42 +55,6 @@ def leave_nothing_behind(live: LiveEngine) -> None:
     live.settle()
     assert live.side.book.num_held == 0
     assert live.side.objects.index.occupancy().pins == 0
-
-
-@contextmanager
-def replays(live: LiveEngine) -> Iterator[list[list[int]]]:
-    """Yields, for each graph that is replayed whole, the layers landed of each load that it must wait for."""
-    core = live.llm.llm_engine.engine_core.engine_core
-    runner = core.model_executor.driver_worker.worker.model_runner
-    seen: list[list[int]] = []
-
-    def look() -> None:
-        seen.append([load.transfer.landed() for load in live.worker.loads.gated])
-
-    if hasattr(runner, "cudagraph_manager"):  # Model Runner V2
-        manager, original = runner.cudagraph_manager, runner.cudagraph_manager.run_fullgraph
-
-        def run(*arguments: Any) -> Any:
-            look()
-            return original(*arguments)
-
-        manager.run_fullgraph = run
-        try:
-            yield seen
-        finally:
-            del manager.run_fullgraph
-        return
-    began = live.worker.loads.replays
-
-    def replay() -> None:
-        look()
-        began()
-
-    live.worker.loads.replays = replay
-    try:
-        yield seen
-    finally:
-        del live.worker.loads.replays
 
 
 def loaded_and_shared(live: LiveEngine) -> list[Answer]:
@@ -139,3 +104,28 @@ def instead(owner: Any, name: str, does: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         delattr(owner, name)
+
+
+def waits_inside(live: LiveEngine) -> bool:
+    """Whether the graphs themselves wait."""
+    return live.worker.captured is not None
+
+
+@contextmanager
+def without_its_wait(live: LiveEngine) -> Iterator[None]:
+    """A replay does not wait, inside or before, and nothing notices."""
+    inside = waits_inside(live)
+    with instead(live.worker.captured, "gate", lambda *_: True) if inside else live.without("wait_for_released"):
+        yield
+
+
+@contextmanager
+def nobody_knows_of_replays(live: LiveEngine) -> Iterator[None]:
+    """No step is taken for one that may be replayed."""
+    if waits_inside(live):
+        with instead(live.worker.captured, "may_replay", lambda orders: False):
+            yield
+    else:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("lamella.connector.vllm._is_replay", lambda: False)
+            yield
