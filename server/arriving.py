@@ -65,6 +65,8 @@ class GrantedTransfer:
         self._until = time.monotonic() + timeout_s
         self._timeout_s = timeout_s
         self._refused: str | None = None
+        self.granted_ns = 0
+        """When the grant was first seen (`time.monotonic_ns`); 0: not yet."""
 
     @property
     def slices(self) -> Sequence[Slice]:
@@ -88,6 +90,7 @@ class GrantedTransfer:
         if self._refused is None and self._grant.done():
             self._refused = why_refused(self._grant)
             if self._refused is None:
+                self.granted_ns = self.granted_ns or time.monotonic_ns()
                 return True
         elif self._refused is None and self._peer_gone():
             self._refused = _GONE

@@ -1,9 +1,8 @@
 """`lamella bench server`: what a retrieve through a running server takes, against one raw copy of the same bytes.
 
 Each repeat poisons the blocks, makes a raw pinned copy, then looks up and retrieves; the bytes of every repeat's kind
-are checked against the bench's own copy of them, which the server never saw. Times are the caller's: `last_layer_ns` is
-from before the lookup until the last layer has landed (by the device's clock), `released_ns` from the retrieve's call
-until the poll that reports it, polled without a pause.
+are checked against the bench's own copy of them, which the server never saw. Times are the caller's, see `Sample`;
+polls come without a pause.
 """
 
 from __future__ import annotations
@@ -27,6 +26,7 @@ from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout
 from lamella.reference.plan import Direction
+from lamella.server.arriving import GrantedTransfer
 from lamella.server.bench_report import RetrieveRow, Sample, ServerBenchReport
 from lamella.server.protocol import TransferSide
 from lamella.server.rank import RankCaches, RankOfEngine
@@ -260,17 +260,21 @@ class ServerBench:
         transfer = load.transfer
         if not report.loads[number].ok or transfer is None:
             raise RuntimeError(f"the retrieve failed: {load.failed}")
-        landed_ns = transfer.timestamps_ns().landed_ns
+        progress, landed_ns = transfer.query(), transfer.timestamps_ns().landed_ns
+        granted_ns = transfer.granted_ns if isinstance(transfer, GrantedTransfer) else asked_ns
         return (
             Sample(
                 raw_ns,
-                asked_ns - begun_ns,
-                released_ns - asked_ns,
-                landed_ns[0] - asked_ns,
-                landed_ns[-1] - begun_ns,
-                released_slices,
+                lookup_ns=asked_ns - begun_ns,
+                submitted_ns=progress.submitted_ns - asked_ns,
+                first_copy_ns=progress.started_ns - asked_ns,
+                granted_ns=granted_ns - asked_ns,
+                first_layer_ns=landed_ns[0] - asked_ns,
+                released_ns=released_ns - asked_ns,
+                last_layer_ns=landed_ns[-1] - begun_ns,
+                released_slices=released_slices,
             ),
-            transfer.query().method.name,
+            progress.method.name,
         )
 
     def _raw(self) -> int:

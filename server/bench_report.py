@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from lamella.cuda_ext.beside import Ran
 
 
 class Sample(NamedTuple):
-    """One retrieve and the raw copy before it, in nanoseconds."""
+    """One retrieve and the raw copy before it, in nanoseconds.
+
+    Attributes:
+        raw_ns: the raw copy.
+        lookup_ns: from the lookup's call until its answer is there.
+        submitted_ns, first_copy_ns, granted_ns, first_layer_ns, released_ns: from the retrieve's call until the native
+            engine has it, its first window is issued, the server's grant is seen, the first slice has landed by the
+            device's clock, and a poll reports it. Where the server moves there is no grant (0), and the first two are
+            the request and what the board says.
+        last_layer_ns: from the lookup's call until the last slice has landed.
+        released_slices: that had landed when it was reported.
+    """
 
     raw_ns: int
     lookup_ns: int
-    released_ns: int
+    submitted_ns: int
+    first_copy_ns: int
+    granted_ns: int
     first_layer_ns: int
+    released_ns: int
     last_layer_ns: int
     released_slices: int
+
+
+_STAGES: Final = {
+    "lookup_ns": "lookup",
+    "submitted_ns": "then submitted",
+    "first_copy_ns": "first copy",
+    "granted_ns": "granted",
+    "first_layer_ns": "first slice landed",
+    "released_ns": "released",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +80,12 @@ class RetrieveRow:
             + (f"  {self.beside.products} products, {self.beside.gaps} gaps" if self.beside is not None else "")
         )
 
+    def stages(self) -> str:
+        """When each stage of the middle retrieve was reached, for people."""
+        middle = [f"{stage} {self.median(name) / 1e6:.3f}" for name, stage in _STAGES.items()]
+        last = statistics.median(sample.last_layer_ns - sample.lookup_ns for sample in self.samples)
+        return f"  medians in ms: {', '.join(middle)}, last slice landed {last / 1e6:.3f}"
+
 
 @dataclass(slots=True)
 class ServerBenchReport:
@@ -72,7 +102,7 @@ class ServerBenchReport:
     def lines(self) -> list[str]:
         """For people."""
         found = [f"{self.num_bytes >> 20} MiB, {self.shape}, moved by the {self.transfer_side}"]
-        found += [row.line() for row in self.retrieves]
+        found += [line for row in self.retrieves for line in (row.line(), row.stages())]
         if self.store_ns:
             found.append(f"store, until others can read it: {statistics.median(self.store_ns) / 1e6:.2f} ms")
         for chunks, taken in self.lookups_ns.items():

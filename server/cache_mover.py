@@ -131,7 +131,7 @@ class CacheMover:
     # ---- moves
 
     def rouse(self) -> None:
-        """As `WorkerSide.rouse`, unless something moves."""
+        """As `WorkerSide.load_nothing`, unless something moves."""
         with self._lock, suppress(TransferStopped):
             if not self._moves and not self._closed:
                 self._move_nothing()

@@ -166,7 +166,7 @@ class RankMover:
     def rouse(self) -> None:
         """A load that is ordered soon begins sooner; called while something else is waited for anyway."""
         if self._worker_side is not None:
-            self._worker_side.rouse()
+            self.executor.submit(self._worker_side.load_nothing())
 
     def loads_ended(self, numbers: Iterable[int]) -> None:
         """Of these loads nothing is in flight; those that never began give back what they held."""

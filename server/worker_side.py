@@ -10,10 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
-from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival import AfterEvent, Fence
 from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
@@ -25,7 +23,9 @@ from lamella.reference.slices import Slice
 from lamella.server.arriving import GrantedTransfer
 from lamella.server.connection import ServerLostError
 from lamella.server.moves import FenceEvent, LeasedLoad, LeasedStore, Line, Moves, PendingLoad, is_safe_ahead
-from lamella.server.protocol import Release, Retrieve
+from lamella.server.protocol import Message, Release, Retrieve
+
+_FOREVER_NS: Final = 1 << 62
 
 
 class WorkerSide:
@@ -47,7 +47,6 @@ class WorkerSide:
         self._attached: _Attached | None = None
         self._left: set[_Attached] = set()  # of earlier servers, for transfers under way
         self._no_blocks = tuple(() for _ in cache.layout.groups)
-        self._whole = (Slice(0, cache.layout.num_layers),)
 
     def attach(self, server: int, shared: SharedSlots) -> None:
         """The slots that this server lends are mapped; those of an earlier one go with their last transfer.
@@ -73,26 +72,38 @@ class WorkerSide:
         attached = self._attached
         return attached.memory.ready_slots if attached is not None else 0
 
-    def rouse(self) -> None:
-        """The way of a load was walked once with nothing to move, so that the lane is awake and its code in the caches.
-
-        Between loads an engine computes, and by the next one both have gone cold. With this the first window was issued
-        0.18 ms after the call instead of 0.28 (CPU device, medians, `benchmarks/server_stages.py`), and on an H200 the
-        first slice was released after 1.08 ms instead of 1.22, the lookup 0.04 ms longer. It runs while a lookup is
-        answered by other cores; where there were but two, the lookup took as much longer and more.
-        """
-        fences = self._moves.fences
-        fences.give(fences.record())
-        with suppress(TransferStopped):  # the load itself will say so
-            self._engine.submit(
-                self._cache, Direction.RETRIEVE, HostObjects(()), self._no_blocks, 0, slices=self._whole
-            )
-
     def load(self, order: LeasedLoad) -> PendingLoad:
         """As `Side.load`."""
-        return self._moves.pending(order, self._load)
+        tell = self._moves.line.ask
+        return self._moves.pending(order, lambda order, event: self._load(order, event, tell))
 
-    def _load(self, order: LeasedLoad, event: FenceEvent | None) -> Arriving:
+    def load_nothing(self) -> PendingLoad:
+        """A load of no bytes, of which the server is told nothing: begun, it has walked the way of one.
+
+        Between loads an engine computes, and by the next one the lane sleeps and the code has left the caches. It is
+        begun while a lookup is answered by other cores; where there are but two, the lookup pays for it.
+        """
+        order = LeasedLoad(
+            -1,
+            "",
+            (),
+            0,
+            self._no_blocks,
+            0,
+            0,
+            False,
+            lease=0,
+            server=self._server,
+            locked_until_ns=_FOREVER_NS,
+            layers_per_slice=0,
+        )
+        fences = self._moves.fences
+        event = fences.record()
+        return PendingLoad(lambda: self._load(order, event, lambda _: Future()), lambda: fences.give(event), True)
+
+    def _load(
+        self, order: LeasedLoad, event: FenceEvent | None, tell: Callable[[Message], Future[Any]]
+    ) -> GrantedTransfer:
         moves = self._moves
         slices, width, slot = moves.cut(order)
 
@@ -112,7 +123,7 @@ class WorkerSide:
             over.happened()
 
         def ask() -> Future[Any]:
-            return moves.line.ask(
+            return tell(
                 Retrieve(
                     moves.line.session,
                     order.lease,
@@ -128,7 +139,7 @@ class WorkerSide:
                 )
             )
 
-        over = _Both(lambda: moves.line.ask(Release(moves.line.session, order.lease, moves.rank)))
+        over = _Both(lambda: tell(Release(moves.line.session, order.lease, moves.rank)))
         begun, watch = time.monotonic(), moves.watch()
         answer: Future[Any] | None = None
         try:

@@ -60,7 +60,10 @@ def test_every_figure_is_measured_and_the_report_says_which_side_moved(server: S
         for sample in row.samples:
             assert 0 < sample.first_layer_ns <= sample.last_layer_ns - sample.lookup_ns
             assert sample.raw_ns > 0
-            assert sample.released_ns > 0
+            assert 0 < sample.submitted_ns <= sample.first_copy_ns <= sample.first_layer_ns <= sample.released_ns
+            assert sample.submitted_ns < sample.granted_ns <= sample.released_ns
+        middle = f"{row.median('submitted_ns') / 1e6:.3f}"
+        assert f"lookup {row.median('lookup_ns') / 1e6:.3f}, then submitted {middle}, first copy" in row.stages()
     assert len(report.store_ns) == 1
     assert set(report.lookups_ns) == {4, 512}
     assert report.skipped == []
