@@ -97,7 +97,8 @@ def _check_full_graphs(mode: Any, settings: ConnectorSettings) -> None:
     if settings.full_graphs == "before" and whole_prefills:
         raise ValueError(
             f"cudagraph_mode {mode.name} replays prefills as whole graphs too, so that nothing of them could overlap "
-            f"with a load: use FULL_AND_PIECEWISE, or {no_waits}"
+            f"with a load: use FULL_AND_PIECEWISE, or set full_graphs to never (where vLLM itself makes it FULL), or "
+            f"{no_waits}"
         )
     if settings.full_graphs == "inside" and os.environ.get(TRY_GRAPH_WAITS) != "1":
         raise ValueError(

@@ -19,7 +19,7 @@ from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
 from with_vllm.replays import GRAPHS, HIT, OWN, REPLAYED, replays
 
 P = prompt(HIT + OWN)
-Q = prompt(HIT + OWN, salt=7)
+LONGER = [prompt(HIT + 52, salt) for salt in (0, 7)]  # so that many tokens read what a control spoils
 WIDTHS: tuple[int | str | tuple[int, ...], ...] = (0, 1, 3, 8, 16, (1, 1, 2, 4))
 RELEASES = ("whole", "first", "first:2", "first:4", "jit", "jit:1ms", "jit:step")
 
@@ -151,16 +151,16 @@ def _sampling() -> Any:
 
 
 def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]) -> list[bool]:
-    """Whether P and Q answer to the bit as before from objects that `spoil` changed.
+    """Whether two prompts answer to the bit as before from objects that `spoil` changed.
 
     An object is `[L, blocks, block bytes]`, as words of one number each.
     """
     free.configure(1)
-    computed = [free.stored(P)]
-    computed.append(free.generate(Q))
+    computed = [free.stored(LONGER[0])]
+    computed.append(free.generate(LONGER[1]))
     free.forget_blocks()
     right = []
-    for tokens, yardstick in zip((P, Q), computed, strict=True):
+    for tokens, yardstick in zip(LONGER, computed, strict=True):
         right.append(free.generate(tokens))
         assert right[-1].same(yardstick)
         free.forget_blocks()
@@ -177,7 +177,7 @@ def answers_of_reuse(free: LiveEngine, spoil: Callable[[list[np.ndarray]], None]
     try:
         spoil(objects)
         answers = []
-        for tokens in (P, Q):
+        for tokens in LONGER:
             answers.append(free.generate(tokens))
             assert answers[-1].cached == HIT
             free.forget_blocks()

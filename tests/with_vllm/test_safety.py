@@ -319,6 +319,7 @@ REFUSED = {  # whoever waits in the forward pass; nobody else, and nothing else
 REMEDIES: dict[str, tuple[str | None, dict[str, Any]]] = {  # (cudagraph_mode, settings)
     "use FULL_AND_PIECEWISE and set full_graphs to before": ("FULL_AND_PIECEWISE", {"full_graphs": "before"}),
     "set full_graphs to before": (None, {"full_graphs": "before"}),
+    "set full_graphs to never": ("PIECEWISE", {"full_graphs": "never"}),  # which vLLM is asked for then
     "use FULL_AND_PIECEWISE": ("FULL_AND_PIECEWISE", {}),
     "use PIECEWISE": ("PIECEWISE", {}),
     "set layers_per_slice to 0": (None, {"layers_per_slice": 0}),
