@@ -97,7 +97,8 @@ def _transfer_config(group: Group, tensor_parallel: int) -> dict[str, Any]:
     if group.peer is not None:
         extra = {"cpu_bytes_to_use": group.pool_bytes, **group.peer_settings}
         return {"kv_connector": group.peer, "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    first = FILL if group.full_graphs else {"layers_per_slice": 1, "release": "first"}
+    piecewise = {"layers_per_slice": 1, "release": "first", "full_graphs": "never"}
+    first = FILL if group.full_graphs else piecewise
     if tensor_parallel > 1:
         first = {**first, "host_pool_gib": _FIRST_POOL_GIB}
     return {

@@ -7,7 +7,7 @@
 Six engines, each a process of its own on one GPU, of which one at a time works while the others wait for orders:
 
   default    vLLM's default CUDA graphs, no connector        piecewise  piecewise CUDA graphs, no connector
-  layerwise  layers_per_slice 1, release first               off        layers_per_slice 0: chunk-major, default graphs
+  layerwise  layers_per_slice 1, full_graphs never           off        layers_per_slice 0: chunk-major, default graphs
   before     as layerwise, with full_graphs before: default graphs, full ones behind what is landing
   captured   as layerwise, with full_graphs inside: default graphs, whose layers wait inside
 
@@ -38,7 +38,7 @@ import device_facts
 from step_time_cells import MODEL
 
 CONTEXT, STEPS, WARM = 1024, 48, 8
-LAYERWISE: dict[str, Any] = {"layers_per_slice": 1, "release": "first", "host_pool_gib": 4}
+LAYERWISE: dict[str, Any] = {"layers_per_slice": 1, "release": "first", "full_graphs": "never", "host_pool_gib": 4}
 ARMS: dict[str, tuple[str | None, dict[str, Any] | None]] = {  # (graphs, the connector's settings)
     "default": (None, None),
     "piecewise": ("PIECEWISE", None),

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from with_vllm.live_engine import LiveEngine
 
-REPLAYED = os.environ.get("LAMELLA_TEST_FULL_GRAPHS") == "before"
+_ASKED = os.environ.get("LAMELLA_TEST_FULL_GRAPHS")
+
+REPLAYED = _ASKED == "before"
 """Whether steps that read a landing load are replayed whole."""
 
-GRAPHS: dict[str, Any] = {"full_graphs": "before"} if REPLAYED else {}
-"""Of a connector's settings."""
+GRAPHS: dict[str, Any] = {"full_graphs": _ASKED} if _ASKED else {}
+"""Of a connector's settings; nothing: the default."""
 
 HIT = 448
 """Tokens of a reader's prompt that are loaded: seven chunks of 64, fourteen blocks."""
