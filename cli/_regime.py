@@ -10,15 +10,18 @@ import typer
 
 from lamella.cli._durations import parse_time_ns
 from lamella.cli._model import milliseconds, open_device
+from lamella.sim.bounds import MOST_TOKENS, check_range
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
 from lamella.sim.overheads import open_overheads
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import Device, Regime
-from lamella.sim.what_if import RATE, with_compute, with_link
+from lamella.sim.what_if import LEAST_TIER_GB_PER_S, parse_rate, with_compute, with_link
 
 DEFAULT_HIT_TOKENS: Final = 15_152
 DEFAULT_NEW_TOKENS: Final = 768
 BLOCK_TOKENS: Final = 16
+MOST_RANKS: Final = 64
+MOST_LATENCY_NS: Final = 10**10
 _UNITS: Final = {"": 1, "k": 1000, "ki": 1024}
 
 PromptOption = Annotated[str | None, typer.Option(help="Whole prompt, such as 16k or 16384; goes with --hit.")]
@@ -58,15 +61,18 @@ def parse_tokens(text: str, what: str) -> int:
     """A number of tokens.
 
     Raises:
-        ValueError: not a whole positive one.
+        ValueError: not a whole positive one, or more than any engine serves.
 
     >>> parse_tokens("16k", "prompt"), parse_tokens("16Ki", "prompt"), parse_tokens("1.5k", "prompt")
     (16000, 16384, 1500)
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|ki)?", text.strip().lower().replace(",", ""), flags=re.ASCII)
     tokens = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
-    if not found or tokens < 1 or tokens != int(tokens):
-        raise ValueError(f"{what} must be a whole number of tokens, such as 16384, 16k (16,000) or 16Ki; got {text!r}")
+    if not found or not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
+        raise ValueError(
+            f"{what} must be a whole number of tokens, such as 16384, 16k (16,000) or 16Ki, and at most "
+            f"{MOST_TOKENS:,}; got {text!r}"
+        )
     return int(tokens)
 
 
@@ -129,10 +135,12 @@ def parse_hardware(tier: str | None, ranks: str | None, sharing: str) -> tuple[H
     tiers: tuple[Tier, ...] = ()
     if tier is not None:
         rate, _, latency = tier.partition(":")
-        found = RATE.fullmatch(rate.strip())
-        if not found or not float(found[1]):
+        bytes_per_s = parse_rate(rate.strip(), "a tier", LEAST_TIER_GB_PER_S)
+        if bytes_per_s is None:
             raise ValueError(f"a tier is a rate such as 5GB/s, perhaps with a latency: 5GB/s:1ms; got {tier!r}")
-        tiers = (Tier("tier", round(float(found[1]) * 1e9), parse_time_ns(latency) if latency else 0),)
+        latency_ns = parse_time_ns(latency) if latency else 0
+        check_range("a tier's latency in ns", latency_ns, 0, MOST_LATENCY_NS)
+        tiers = (Tier("tier", bytes_per_s, latency_ns),)
         said.append(f"all hits lie in a tier of {tier.strip()}, which brings one slice after another")
     speeds: tuple[Ratio, ...] = (FULL_SPEED,)
     if ranks is not None:
@@ -159,13 +167,14 @@ def _ranks(text: str) -> tuple[Ratio, ...]:
     (Ratio(numerator=1000, denominator=1000), Ratio(numerator=1000, denominator=1000))
     """
     try:
-        equal = text.strip().isdecimal()
-        speeds = [1.0] * int(text) if equal else [float(part) for part in text.split(",")]
+        equal = text.isascii() and text.strip().isdecimal()
+        speeds = [1.0] * min(int(text), MOST_RANKS + 1) if equal else [float(part) for part in text.split(",")]
     except ValueError:
         speeds = []
-    if not 1 <= len(speeds) <= 64 or not all(0.001 <= speed <= 1 for speed in speeds):
+    if not 1 <= len(speeds) <= MOST_RANKS or not all(0.001 <= speed <= 1 for speed in speeds):
         raise ValueError(
-            f"ranks are a number up to 64, or the speed of each one's link up to 1, such as 1,0.8; got {text!r}"
+            f"ranks are a number up to {MOST_RANKS}, or the speed of each one's link up to 1, such as 1,0.8; "
+            f"got {text!r}"
         )
     return tuple(Ratio(round(1000 * speed), 1000) for speed in speeds)
 

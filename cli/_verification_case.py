@@ -13,6 +13,7 @@ from lamella.reference.laws import TransferCase
 from lamella.reference.layout import LAYOUTS, KernelGroup, ObjectLayout
 from lamella.reference.plan import Direction, TransferRequest
 from lamella.reference.slices import plan_slices
+from lamella.sim.bounds import check_seed
 
 Width = int | tuple[int, ...] | None
 
@@ -120,8 +121,7 @@ def build_case(scope: Scope, max_bytes: int) -> TransferCase:
     """
     if scope.num_tokens < 1:
         raise ValueError(f"tokens must be at least 1, got {scope.num_tokens}")
-    if scope.seed < 0:
-        raise ValueError(f"seed must be at least 0, got {scope.seed}")
+    check_seed(scope.seed)
     if scope.num_blocks is not None and scope.num_blocks < 1:
         raise ValueError(f"num_blocks must be at least 1, got {scope.num_blocks}")
     # Before the tables: those of more tokens than memory holds would not fit either.

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from lamella.cli._device import open_device
+from lamella.cli._measuring import DeviceOption, JsonOption, LayersOption, RepeatsOption, RowsOption
 from lamella.cli._refusal import check_writable, refuse_bad_input
 from lamella.cli._sizes import parse_measured_bytes
 
@@ -37,16 +38,16 @@ def register(app: typer.Typer) -> None:
 
     @bench.command()
     def transfer(
-        device: Annotated[str, typer.Option(help='"cpu" or "cuda:N".')] = "cuda:0",
+        device: DeviceOption = "cuda:0",
         size: Annotated[str, typer.Option(help="Bytes of one transfer, such as 1GiB.")] = "1GiB",
         beside: Annotated[str, typer.Option(help="Loads, of idle, here and elsewhere.")] = "idle,here,elsewhere",
-        rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix products beside.")] = 1024,
-        repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind that count.")] = 7,
+        rows: RowsOption = 1024,
+        repeats: RepeatsOption = 7,
         short_runs: Annotated[bool, typer.Option(help="Small ranks, small chunks, MLA, HND as well.")] = True,
         host_cost: Annotated[bool, typer.Option(help="What submitting and waiting cost the host.")] = True,
-        layers: Annotated[int | None, typer.Option(min=1, help="Layers of every shape, for a quick look.")] = None,
+        layers: LayersOption = None,
         profile: Annotated[str, typer.Option(help="Profile to choose copy methods by.")] = "h200-llama-3.1-8b",
-        json_path: Annotated[Path | None, typer.Option("--json", help="Write every repeat to this file.")] = None,
+        json_path: JsonOption = None,
     ) -> None:
         """Times retrieves and stores of Llama-3.1-8B's KV, idle and beside matrix products, against raw copies."""
         from lamella.cuda_ext.bench_run import BenchScope, run_bench
@@ -81,16 +82,16 @@ def register(app: typer.Typer) -> None:
     @bench.command()
     def server(
         folder: Annotated[Path | None, typer.Option(help="The server's; by default as `lamella serve`.")] = None,
-        device: Annotated[str, typer.Option(help='"cpu" or "cuda:N".')] = "cuda:0",
+        device: DeviceOption = "cuda:0",
         size: Annotated[str, typer.Option(help="Bytes of one retrieve, such as 1GiB.")] = "1GiB",
         side: Annotated[str, typer.Option(help="Whose process moves the bytes: worker or server.")] = "worker",
         form: Annotated[str, typer.Option(help="Of the objects: token or block.")] = "token",
         widths: Annotated[str, typer.Option(help="Layers per slice, 0 for chunk-major.")] = "1,8,32,0",
         beside: Annotated[str, typer.Option(help="Loads, of idle, here and elsewhere.")] = "idle,here",
-        rows: Annotated[int, typer.Option(min=1, help="Rows of the matrix products beside.")] = 1024,
-        repeats: Annotated[int, typer.Option(min=1, help="Runs of each kind that count.")] = 9,
-        layers: Annotated[int | None, typer.Option(min=1, help="Layers of the shape, for a quick look.")] = None,
-        json_path: Annotated[Path | None, typer.Option("--json", help="Write every repeat to this file.")] = None,
+        rows: RowsOption = 1024,
+        repeats: RepeatsOption = 9,
+        layers: LayersOption = None,
+        json_path: JsonOption = None,
     ) -> None:
         """Stores, looks up and retrieves through a running `lamella serve`, its bytes checked, against raw copies."""
         from lamella.cuda_ext.bench_cases import BLOCK_SHAPE, MAIN_SHAPES

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from lamella.cli._device import open_device
+from lamella.cli._measuring import DeviceOption, RepeatsOption
 from lamella.cli._refusal import check_writable, refuse_bad_input
 from lamella.cli._sizes import parse_measured_bytes
 
@@ -20,12 +21,12 @@ def register(app: typer.Typer) -> None:
     @app.command()
     def calibrate(
         output: Annotated[Path, typer.Argument(help="The profile to write, NAME.json.")],
-        device: Annotated[str, typer.Option(help='"cpu" or "cuda:N".')] = "cuda:0",
+        device: DeviceOption = "cuda:0",
         base: Annotated[
             str, typer.Option(help="Profile whose model and engine times are carried over.")
         ] = "h200-llama-3.1-8b",
         size: Annotated[str, typer.Option(help="Bytes of a long copy, such as 1GiB.")] = "1GiB",
-        repeats: Annotated[int, typer.Option(min=1, help="Runs of each measurement.")] = 5,
+        repeats: RepeatsOption = 5,
         prefill: Annotated[
             bool | None,
             typer.Option(help="Time prefill steps in torch. Default: on a GPU other than the base profile's."),

@@ -25,6 +25,7 @@ from lamella.cli._regime import (
 )
 from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
 from lamella.reference.chrome_trace import to_chrome_trace
+from lamella.sim.bounds import check_seed
 from lamella.sim.outcome import ArmResult, remarks
 from lamella.sim.record_run import record_world
 from lamella.sim.replay import (
@@ -60,11 +61,12 @@ def read_workload(trace: Path | None, limit: int | None, seed: int) -> tuple[lis
     """The requests and what to call them: the trace, or the one `LAMELLA_TRACE` names, or a generated sample.
 
     Raises:
-        ValueError: a limit below 1, or a broken trace.
+        ValueError: a limit below 1, a negative seed, or a broken trace.
         OSError: a trace that cannot be read.
     """
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
+    check_seed(seed)
     if trace is None and os.environ.get("LAMELLA_TRACE"):
         trace = Path(os.environ["LAMELLA_TRACE"])
     if trace is None:

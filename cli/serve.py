@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ def register(app: typer.Typer) -> None:
         folder: Annotated[
             Path | None, typer.Option(help="Where the socket lies; by default $XDG_RUNTIME_DIR/lamella.")
         ] = None,
-        models: Annotated[int, typer.Option(min=1, help="Models that share the memory, in equal parts.")] = 1,
+        models: Annotated[int, typer.Option(min=1, max=1024, help="Models that share the memory, in equal parts.")] = 1,
         tier: Annotated[
             list[str] | None, typer.Option(help="A slower store behind the memory: folder or URL; may be repeated.")
         ] = None,
@@ -57,6 +58,7 @@ def register(app: typer.Typer) -> None:
     ) -> None:
         """Keep objects for the engines of this host, until SIGTERM; lines of JSON on stderr say what happens."""
         try:
+            from lamella.cuda_ext.numa import online_nodes
             from lamella.server.endpoint import CurveKeys, default_folder
             from lamella.server.http import StatusPages
             from lamella.server.logs import level_of, log_json
@@ -85,6 +87,11 @@ def register(app: typer.Typer) -> None:
                 numa_node=numa_node,
             )
             _check_memory(settings.pool_bytes)
+            if numa_node is not None and numa_node not in (nodes := online_nodes()):
+                raise ValueError(
+                    f"--numa-node must be one of this machine's memory nodes {', '.join(map(str, nodes))}; "
+                    f"got {numa_node}"
+                )
             door = None
             if tcp is not None:
                 if tcp_key is None or tcp_clients is None:
@@ -133,6 +140,6 @@ def _check_memory(pool_bytes: int) -> None:
 
 def _address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
         raise ValueError(f"--http is HOST:PORT or off, got {text!r}")
     return host.strip("[]"), int(port)

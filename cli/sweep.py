@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +44,8 @@ from lamella.cli._regime import (
     parse_slo,
 )
 from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
-from lamella.sim.parallel import Running, cell_seeds
+from lamella.sim.bounds import MOST_USERS, check_range, check_seed
+from lamella.sim.parallel import Running
 from lamella.sim.regimes import Cell, RegimeMap
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def sweep(
             journal.mkdir(parents=True, exist_ok=True)
         map_plan = plan_map(bare, point.hit_tokens, rows, columns, on_map, (point.new_tokens,))
         study_plan = plan_study(device, point, rows, at_point, requests_per_user=requests, repeats=repeats, slo=slo)
-        cell_seeds(seed, 1)
+        check_seed(seed)
 
     def where(name: str, advance: Callable[[int], object]) -> Running:
         return replace(how, journal=None if journal is None else journal / f"{name}.jsonl", on_done=advance)
@@ -262,7 +262,7 @@ def _numbers(text: str, what: str, kind: Callable[[str], NumberT]) -> list[Numbe
     """Different positive numbers between commas, sorted.
 
     Raises:
-        ValueError: one of them is not.
+        ValueError: one of them is not, or is more than 10,000.
     """
     found: set[NumberT] = set()
     for part in text.split(","):
@@ -270,7 +270,8 @@ def _numbers(text: str, what: str, kind: Callable[[str], NumberT]) -> list[Numbe
             value = kind(part)
         except ValueError:
             raise ValueError(f"each {what} must be a number, got {part.strip()!r}") from None
-        if not 0 < value < math.inf:
+        if not value > 0:
             raise ValueError(f"each {what} must be positive, got {part.strip()}")
+        check_range(f"each {what}", value, 0, MOST_USERS)
         found.add(value)
     return sorted(found)

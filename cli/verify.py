@@ -15,7 +15,7 @@ from rich.table import Table
 import lamella
 from lamella.cli._device import open_device
 from lamella.cli._refusal import refuse_bad_input
-from lamella.cli._sizes import parse_bytes
+from lamella.cli._sizes import MOST_LAYERS, parse_bytes
 from lamella.cli._verification import Choice, Row, Runner, choose_runners
 from lamella.cli._verification import verify as each_row
 from lamella.cli._verification_case import Scope, Width, build_case, default_tokens, default_widths
@@ -26,7 +26,7 @@ from lamella.reference.models import MODELS, find_model
 from lamella.reference.slices import parse_width
 
 SCHEMA_VERSION = 1
-MOST_LAYERS = 1024
+DEFAULT_KV, DEFAULT_ELEMENT_BYTES, DEFAULT_BLOCK_TOKENS = 2, 2, 16
 
 
 def register(app: typer.Typer) -> None:
@@ -36,11 +36,11 @@ def register(app: typer.Typer) -> None:
     def verify(
         model: Annotated[str | None, typer.Option(help=f"A shipped cache shape: {', '.join(MODELS)}.")] = None,
         layers: Annotated[int | None, typer.Option(help="Geometry in place of a model: layers of the stage.")] = None,
-        kv: Annotated[int, typer.Option(help="2: keys and values apart; 1: MLA or packed.")] = 2,
+        kv: Annotated[int | None, typer.Option(help="2: keys and values apart; 1: MLA or packed. Default: 2.")] = None,
         heads: Annotated[int | None, typer.Option(help="KV heads of one rank; 1 for MLA.")] = None,
         head_dim: Annotated[int | None, typer.Option(help="Elements of a head; for MLA the latent's width.")] = None,
-        element_bytes: Annotated[int, typer.Option(help="1, 2 or 4.")] = 2,
-        block_tokens: Annotated[int, typer.Option(help="Tokens of an engine block.")] = 16,
+        element_bytes: Annotated[int | None, typer.Option(help="1, 2 or 4. Default: 2.")] = None,
+        block_tokens: Annotated[int | None, typer.Option(help="Tokens of an engine block. Default: 16.")] = None,
         chunk_tokens: Annotated[int, typer.Option(help="Tokens of an object.")] = 256,
         layout: Annotated[str | None, typer.Option(help=f"Of the engine's cache: {', '.join(LAYOUTS)}.")] = None,
         form: Annotated[str, typer.Option(help="Of the objects: token or block.")] = "token",
@@ -64,12 +64,21 @@ def register(app: typer.Typer) -> None:
         """Check that every slice width leaves exactly the bytes it must, on a cache of real size."""
         started = time.perf_counter_ns()
         with refuse_bad_input():
-            if model is not None:
-                if layers is not None or heads is not None or head_dim is not None:
-                    raise ValueError("name a model or a geometry (--layers, --heads, --head-dim), not both")
-                found = find_model(model).object_layout(chunk_tokens, tensor_parallel)
-            else:
+            if model is None:
+                if tensor_parallel != 1:
+                    raise ValueError(
+                        f"--tensor-parallel shares a model's heads: name --model, or give --heads of one rank; got "
+                        f"{tensor_parallel}"
+                    )
                 found = _own_geometry(layers, kv, heads, head_dim, element_bytes, chunk_tokens, block_tokens)
+            else:
+                own = [layers, kv, heads, head_dim, element_bytes, block_tokens]
+                if any(value is not None for value in own):
+                    raise ValueError(
+                        "name a model or a geometry (--layers, --kv, --heads, --head-dim, --element-bytes, "
+                        "--block-tokens), not both"
+                    )
+                found = find_model(model).object_layout(chunk_tokens, tensor_parallel)
             found, name = _with_layout(found, layout, form)
             table = _parse_ids(block_ids)
             if table is None and (null_block is not None or skip_tokens):
@@ -128,19 +137,20 @@ def register(app: typer.Typer) -> None:
 
 def _own_geometry(
     layers: int | None,
-    kv: int,
+    kv: int | None,
     heads: int | None,
     head_dim: int | None,
-    element_bytes: int,
+    element_bytes: int | None,
     chunk_tokens: int,
-    block_tokens: int,
+    block_tokens: int | None,
 ) -> ObjectLayout:
     if layers is None or heads is None or head_dim is None:
         raise ValueError("name --model, or a geometry with --layers, --heads and --head-dim")
     if not 1 <= layers <= MOST_LAYERS:
         raise ValueError(f"layers must be between 1 and {MOST_LAYERS}, got {layers}")
-    geometry = KVGeometry(layers, kv, heads, head_dim, element_bytes, chunk_tokens)
-    return ObjectLayout.single(geometry, block_tokens)
+    bytes_each = DEFAULT_ELEMENT_BYTES if element_bytes is None else element_bytes
+    geometry = KVGeometry(layers, DEFAULT_KV if kv is None else kv, heads, head_dim, bytes_each, chunk_tokens)
+    return ObjectLayout.single(geometry, DEFAULT_BLOCK_TOKENS if block_tokens is None else block_tokens)
 
 
 def _with_layout(found: ObjectLayout, layout: str | None, form: str) -> tuple[ObjectLayout, str]:

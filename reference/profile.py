@@ -226,7 +226,8 @@ class DeviceProfile:
         """Whether a whole request is inside the tables: every step of its prefill, and its decoding to the end."""
         prompt = cached + new
         in_one_step = new <= self.engine.token_budget and self.prefill.covers(cached, new)
-        in_several = 0 <= cached and 1 <= new and prompt <= self.prefill.cached_tokens[-1]
+        a_step = 1 <= min(new, self.engine.token_budget) <= self.prefill.new_tokens[-1]
+        in_several = 0 <= cached and a_step and prompt <= self.prefill.cached_tokens[-1]
         decoding = output == 1 or all(table.covers(1, prompt + output) for table in self.decode.values())
         return (in_one_step or in_several) and output >= 1 and decoding
 

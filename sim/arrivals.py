@@ -6,11 +6,13 @@ drawn from a seed and do not depend on the strategy, so that strategies are comp
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from lamella.sim.bounds import DAY_NS, MOST_REQUESTS, MOST_TOKENS, check_range
 from lamella.sim.records import RequestRecord
 from lamella.sim.requests import Request
 from lamella.sim.strategies import Device, Regime, Strategy
@@ -52,14 +54,15 @@ class ClosedLoop:
     """Each user asks, and again `think_ns` after the answer; first questions lie within `spread_ns`.
 
     Raises:
-        ValueError: a negative time.
+        ValueError: a negative time, or more than a day to think.
     """
 
     think_ns: int = 0
     spread_ns: int = 100_000_000
 
     def __post_init__(self) -> None:
-        _check_times(self, ("think_ns", "spread_ns"))
+        check_range("think_ns", self.think_ns, 0, DAY_NS)
+        check_range("spread_ns", self.spread_ns, 0, math.inf)
 
     def largest(self, regime: Regime) -> Regime:
         """The regime itself: every question is alike."""
@@ -131,7 +134,7 @@ class Conversations:
     begins anew.
 
     Raises:
-        ValueError: fewer than 1 turn or token, or a negative time.
+        ValueError: turns, tokens or a time out of range.
     """
 
     turns: int
@@ -139,10 +142,9 @@ class Conversations:
     think_ns: int = 5_000_000_000
 
     def __post_init__(self) -> None:
-        for name in ("turns", "question_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        _check_times(self, ("think_ns",))
+        check_range("turns", self.turns, 1, MOST_REQUESTS)
+        check_range("question_tokens", self.question_tokens, 1, MOST_TOKENS)
+        check_range("think_ns", self.think_ns, 0, DAY_NS)
 
     def largest(self, regime: Regime) -> Regime:
         """The last turn."""
@@ -202,12 +204,6 @@ def request_maker(device: Device, strategy: Strategy, output_tokens: int, tier: 
         return Request(0, new, output_tokens, tag=tag, admission_ns=device.profile.engine.admit_ns(new))
 
     return make
-
-
-def _check_times(record: object, names: tuple[str, ...]) -> None:
-    for name in names:
-        if getattr(record, name) < 0:
-            raise ValueError(f"{name} must be at least 0, got {getattr(record, name)}")
 
 
 def _s(ns: int) -> str:

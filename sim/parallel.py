@@ -23,6 +23,8 @@ from typing import Any, Final, TextIO
 
 import numpy as np
 
+from lamella.sim.bounds import MOST_WORKERS, check_range, check_seed
+
 JOURNAL_VERSION: Final = 1
 BATCHES_A_WORKER: Final = 8
 """Cells travel in batches; so many for each worker keep the last ones from waiting for one."""
@@ -56,7 +58,7 @@ class Running:
         on_done: called with how many cells have become done, as they do; first with those found in the journal.
 
     Raises:
-        ValueError: fewer than 1 worker.
+        ValueError: fewer than 1 worker, or more than 1,024.
     """
 
     runner: Runner = Runner.SERIAL
@@ -65,8 +67,8 @@ class Running:
     on_done: Callable[[int], object] | None = None
 
     def __post_init__(self) -> None:
-        if self.workers is not None and self.workers < 1:
-            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if self.workers is not None:
+            check_range("workers", self.workers, 1, MOST_WORKERS)
 
 
 def cell_seeds(seed: int, count: int) -> list[int]:
@@ -78,8 +80,7 @@ def cell_seeds(seed: int, count: int) -> list[int]:
     >>> cell_seeds(7, 2) == cell_seeds(7, 5)[:2], len(set(cell_seeds(7, 100)))
     (True, 100)
     """
-    if seed < 0:
-        raise ValueError(f"seed must be at least 0, got {seed}")
+    check_seed(seed)
     return [int(child.generate_state(1, np.uint64)[0]) for child in np.random.SeedSequence(seed).spawn(count)]
 
 

@@ -15,6 +15,7 @@ from lamella.sim.settings import StepsWait
 
 SCHEMA_VERSION: Final = 1
 NS_PER_US: Final = 1_000
+COUNTS_OF_AN_ENGINE: Final = ("max_num_batched_tokens", "cudagraph_capture_max")
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +208,9 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                 if engine and _facts(*found) != _facts(engine, vllm):
                     raise ValueError(f"another engine than before: {_facts(*found)}, not {_facts(engine, vllm)}")
                 engine, vllm = found
+                for fact in COUNTS_OF_AN_ENGINE:
+                    if engine.get(fact) is not None and (type(engine[fact]) is not int or engine[fact] < 1):
+                        raise ValueError(f"{fact} must be a whole number of at least 1, got {engine[fact]!r}")
                 commit = str(row.get("commit", ""))
                 of = row.get("machine", {})
                 machine = f"{of.get('gpu', 'a machine without a name')}, {str(of.get('date', 'no date'))[:10]}"
@@ -216,7 +220,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                 passed_over[str(kind)] = passed_over.get(str(kind), 0) + 1
         except KeyError as missing:
             raise ValueError(f"{name}, line {number}: {missing.args[0]} is missing; is it a recorded run?") from missing
-        except (TypeError, ValueError, RecursionError) as error:
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: {error}") from error
     if not repeats:
         raise ValueError(f"{name} holds no repeat; record one with benchmarks/vllm_concurrency.py")
@@ -259,7 +263,7 @@ def _repeat(row: Mapping[str, Any], graphs: str, commit: str) -> RecordedRepeat:
         raise ValueError(f"{where}: a repeat has at least one request")
     if row["settings"] is not None and not isinstance(row["settings"], dict):
         raise ValueError(f"{where}: settings must be an object or null, got {row['settings']!r}")
-    least = {"concurrency": 1, "output": 1, "bystanders": 0, "miss_every": 0}
+    least = {"concurrency": 1, "output": 1, "width": 0, "bystanders": 0, "miss_every": 0}
     for name, bound in least.items():
         if int(cell.get(name, 0)) < bound:
             raise ValueError(f"{where}: {name} must be at least {bound}, got {cell[name]}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lamella.sim.arrivals import Arrivals, ClosedLoop, OnFinish, request_maker
+from lamella.sim.bounds import MOST_REQUESTS, check_range, check_seed
 from lamella.sim.hardware import Hardware
 from lamella.sim.records import Ending, RequestRecord
 from lamella.sim.regimes import WORTH_IT
@@ -103,17 +104,17 @@ def run_world(
         device: where.
         regime: who asks for what.
         strategy: how hits are moved.
-        requests_per_user: at least 1.
+        requests_per_user: 1 .. 100,000.
         seed: for everything drawn.
         arrivals: how requests come; None for users who ask again, starting within one request's unloaded time.
         hardware: what a load passes on its way; if it has a tier, all hits lie in the first one. None: one link.
         keep: whether the world keeps steps and slices, for a recording.
 
     Raises:
-        ValueError: requests_per_user below 1.
+        ValueError: requests_per_user out of range, or a negative seed.
     """
-    if requests_per_user < 1:
-        raise ValueError(f"requests_per_user must be at least 1, got {requests_per_user}")
+    check_range("requests_per_user", requests_per_user, 1, MOST_REQUESTS)
+    check_seed(seed)
     unloaded = device.transfer_ns(regime.hit_tokens) + device.prefill_ns(regime.hit_tokens, regime.new_tokens)
     coming = arrivals or ClosedLoop()
     if isinstance(coming, ClosedLoop):

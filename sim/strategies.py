@@ -21,6 +21,7 @@ from lamella.reference.tables import MeasuredCompute
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load, StepRule
 from lamella.sim.ahead import AheadEngine
 from lamella.sim.auto import AutoAheadEngine, AutoEngine
+from lamella.sim.bounds import MOST_TOKENS, MOST_USERS, check_range
 from lamella.sim.engine import Engine
 from lamella.sim.hardware import Hardware
 from lamella.sim.overheads import WHOLE, Overheads
@@ -114,7 +115,7 @@ class Regime:
     """A kind of load: so many users, whose prompts hit so many cached tokens and bring so many new ones.
 
     Raises:
-        ValueError: a count below 1; a regime without a hit has nothing to decide.
+        ValueError: a count below 1 (a regime without a hit has nothing to decide), or one beyond sense.
     """
 
     hit_tokens: int
@@ -124,8 +125,7 @@ class Regime:
 
     def __post_init__(self) -> None:
         for name in ("hit_tokens", "new_tokens", "concurrency", "output_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_range(name, getattr(self, name), 1, MOST_USERS if name == "concurrency" else MOST_TOKENS)
 
 
 class Device:

@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 from lamella.reference.ordering import Fifo
 from lamella.reference.release import First, JustInTime, ReleasePolicy
 from lamella.sim.arrivals import Arrivals
+from lamella.sim.bounds import MOST_REQUESTS, check_range
 from lamella.sim.parallel import Running, run_cells
 from lamella.sim.regimes import WORTH_IT
 from lamella.sim.serving import Outcome, Slo, serve
@@ -198,10 +199,11 @@ def plan_study(
     """The study of a regime over concurrencies, its own among them, everything checked.
 
     Raises:
-        ValueError: no layerwise strategy, fewer than 1 repeat or request, or a regime outside the device's profile.
+        ValueError: no layerwise strategy, repeats or requests outside 1 .. 100,000, or a regime outside the device's
+            profile.
     """
-    if repeats < 1 or requests_per_user < 1:
-        raise ValueError(f"repeats and requests must be at least 1, got {repeats} and {requests_per_user}")
+    check_range("repeats", repeats, 1, MOST_REQUESTS)
+    check_range("requests", requests_per_user, 1, MOST_REQUESTS)
     tried = (*OFF, *(one for one in dict.fromkeys(strategies) if one not in OFF))
     if not any(one.layerwise and one != INTERLEAVED for one in tried):
         raise ValueError("a study needs a layerwise strategy besides interleaving, such as fifo/1/first")

@@ -16,8 +16,26 @@ from lamella.reference.tables import DecodeTable, PrefillTable
 PCIE_RATE: Final = {"pcie3": 8, "pcie4": 16, "pcie5": 32, "pcie6": 64}
 """GT/s a lane. Source: the PCI Express base specifications 3.0 to 6.0."""
 MEASURED_LINK: Final = re.compile(r"PCIe (\d) x(\d+)")
-RATE: Final = re.compile(r"(\d+(?:\.\d+)?) ?GB/s", flags=re.IGNORECASE)
-LEAST_RATE, MOST_RATE = 10**8, 10**13
+RATE: Final = re.compile(r"(\d+(?:\.\d+)?) ?GB/s", flags=re.IGNORECASE | re.ASCII)
+LEAST_GB_PER_S, LEAST_TIER_GB_PER_S, MOST_GB_PER_S = 0.1, 0.01, 10_000
+
+
+def parse_rate(text: str, what: str, least_gb_per_s: float) -> int | None:
+    """Bytes a second of a rate such as `24.5GB/s`; None for any other text.
+
+    Raises:
+        ValueError: slower than the least, or faster than anything.
+
+    >>> parse_rate("24.5GB/s", "a link", 0.1), parse_rate("pcie4", "a link", 0.1)
+    (24500000000, None)
+    """
+    found = RATE.fullmatch(text)
+    if not found:
+        return None
+    gb_per_s = float(found[1])
+    if not least_gb_per_s <= gb_per_s <= MOST_GB_PER_S:
+        raise ValueError(f"{what} carries between {least_gb_per_s:g} and {MOST_GB_PER_S:,} GB/s, got {text!r}")
+    return round(gb_per_s * 1e9)
 
 
 def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
@@ -35,11 +53,8 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
     27720000000
     """
     text = link.strip().lower()
-    if found := RATE.fullmatch(text):
-        rate = round(float(found[1]) * 1e9)
-        if not LEAST_RATE <= rate <= MOST_RATE:
-            raise ValueError(f"a link carries between 0.1 and 10,000 GB/s, got {link!r}")
-        name = f"{float(found[1]):g} GB/s to the device"
+    if (rate := parse_rate(text, "a link", LEAST_GB_PER_S)) is not None:
+        name = f"{rate / 1e9:g} GB/s to the device"
         how = f"{name}, as given"
         factor = rate / profile.wire.h2d_bytes_per_s
     else:

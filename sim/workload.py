@@ -18,6 +18,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from lamella.sim.bounds import check_seed
+
 TRACE_CHUNK_TOKENS: Final = 512
 NS_PER_MS: Final = 1_000_000
 
@@ -135,12 +137,13 @@ def generate_conversations(
     a question, an answer and a pause to read it. Lengths are of the order of Mooncake's conversation trace.
 
     Raises:
-        ValueError: no conversations, or a rate that is not positive.
+        ValueError: no conversations, a rate that is not positive, or a negative seed.
     """
     if num_conversations < 1 or not conversations_per_s > 0:
         raise ValueError(
             f"need at least 1 conversation at a positive rate, got {num_conversations} at {conversations_per_s}/s"
         )
+    check_seed(seed)
     rng = random.Random(seed)
     fresh_ids = iter(range(system_tokens // TRACE_CHUNK_TOKENS, 1 << 62))
     system_ids = list(range(system_tokens // TRACE_CHUNK_TOKENS))

@@ -92,7 +92,7 @@ def test_wrong_bytes_end_the_run_instead_of_giving_a_figure(monkeypatch: pytest.
         (["--device", "tpu"], 'a device is "cpu" or "cuda:N", got \'tpu\''),
         (["--device", "cpu", "--size", "many"], "a size is a whole number with KiB"),
         (["--device", "cpu", "--size", "1"], "the size must be between 64 KiB and"),
-        (["--device", "cpu", "--size", "99999999999GiB"], "of which this machine's memory holds 4"),
+        (["--device", "cpu", "--size", "999999999GiB"], "of which this machine's memory holds 4"),
         (["--device", "cpu", "--json", "/"], "/: Is a directory"),
         (["--device", "cpu", "--beside", "idle,lunch"], "beside names idle, here, elsewhere, got lunch"),
         (["--device", "cpu", "--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: No such file"),

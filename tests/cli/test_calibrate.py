@@ -91,7 +91,7 @@ def test_prefill_steps_are_timed_at_the_bases_nodes(monkeypatch: pytest.MonkeyPa
         (["/no/such/folder/p.json", "--device", "cpu"], "folder that exists"),
         (["p.json", "--device", "cpu", "--base", "nobody"], "no profile 'nobody'"),
         (["p.json", "--device", "cpu", "--size", "1"], "the size must be between 64 KiB and"),
-        (["p.json", "--device", "cpu", "--size", "99999999999GiB"], "of which this machine's memory holds 4"),
+        (["p.json", "--device", "cpu", "--size", "999999999GiB"], "of which this machine's memory holds 4"),
         (["/proc/p.json", "--device", "cpu"], "/proc/p.json: No such file"),
         (["p.json", "--device", "cpu:3"], 'a device is "cpu" or "cuda:N"'),
     ],

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -268,3 +269,11 @@ def test_the_shipped_profile_is_what_the_measurements_say(tmp_path: Path, monkey
     monkeypatch.setattr(sys, "argv", [str(script), str(out)])
     runpy.run_path(str(script), run_name="__main__")
     assert json.loads(out.read_text()) == shipped()
+
+
+def test_steps_larger_than_were_measured_are_not_covered() -> None:
+    """A prompt is computed in steps of the token budget: one beyond the table leaves long prompts outside."""
+    larger = replace(PROFILE, engine=replace(PROFILE.engine, token_budget=10**12))
+    longest = PROFILE.prefill.new_tokens[-1]
+    assert (larger.covers(0, longest), larger.covers(0, longest + 1)) == (True, False)
+    assert PROFILE.covers(0, longest + 1)
