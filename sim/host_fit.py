@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
-from lamella.sim.overheads import WHOLE, Overheads
+from lamella.sim.overheads import LEAST_IDLE_NS, WHOLE, Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRequest, RecordedRun, RecordedStep
 from lamella.sim.recorded_moments import Moments, asked_together, ordered_in, started_ns, within
 from lamella.sim.strategies import Device
@@ -74,7 +74,7 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
     part("tail_ns", lambda one: _tails(one, found, captured, device.profile.num_layers))
     report_ns = part("report_ns", _reports)
     pass_ns = part("pass_ns", _passes)
-    idle_ns = part("idle_ns", _idles, least=1)
+    idle_ns = part("idle_ns", _idles, least=LEAST_IDLE_NS)
     submit_ns = part("submit_ns", _submits)
     part("first_token_ns", lambda one: _first_tokens(one, report_ns))
     part("after_join_ns", lambda one: _behind_joins(one, pass_ns))

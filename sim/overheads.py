@@ -14,10 +14,26 @@ from pathlib import Path
 from typing import Any, Final
 
 from lamella.reference.records import read_record
+from lamella.sim.bounds import MOST_TOKENS, check_range
 
 SCHEMA_VERSION: Final = 1
 WHOLE: Final = 1000
 """A thousand permille: as the profile says."""
+
+TIMES: Final = (0, 10 * 10**9)
+"""In ns: a thread that stands ten seconds for one pass serves nobody."""
+SHARES: Final = (100, 10_000)
+"""In permille: from a tenth to ten times."""
+RANGES: Final = {
+    "idle_ns": (1, TIMES[1]),
+    "captured_tokens": (1, MOST_TOKENS),
+    "beside_permille": SHARES,
+    "scatter_permille": (0, SHARES[1]),
+    "drift_permille": (0, SHARES[1]),
+}
+"""The least and the most of the parts that are not of `TIMES`."""
+LEAST_IDLE_NS: Final = 10_000
+"""That was measured: no engine polls more often, and a model that did would never end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +66,7 @@ class Overheads:
         drift_permille: the same of their means from one run to the next.
 
     Raises:
-        ValueError: a negative time, an idle time or captured tokens below 1, or a share below 100 permille.
+        ValueError: a part outside its `RANGES`, or rows of the same number of tokens; the message names part and value.
     """
 
     pass_ns: int = 0
@@ -79,14 +95,13 @@ class Overheads:
 
     def __post_init__(self) -> None:
         for tokens, permille in self.prefill_rows:
-            if tokens < 1 or permille < 100:
-                raise ValueError(f"prefill_rows are (tokens, permille), at least 1 and 100, got {(tokens, permille)}")
-        for name, value in asdict(self).items():
-            if name == "prefill_rows":
-                continue
-            least = 100 if name == "beside_permille" else int(name in ("idle_ns", "captured_tokens"))
-            if value < least:
-                raise ValueError(f"{name} must be at least {least}, got {value}")
+            check_range("tokens of prefill_rows", tokens, 1, MOST_TOKENS)
+            check_range("permille of prefill_rows", permille, *SHARES)
+        if len(dict(self.prefill_rows)) < len(self.prefill_rows):
+            raise ValueError(f"prefill_rows are for different numbers of new tokens, got {self.prefill_rows}")
+        for name in self.names():
+            if name != "prefill_rows":
+                check_range(name, getattr(self, name), *RANGES.get(name, TIMES))
 
     def asking_ns(self, prompt_tokens: int) -> int:
         """What a request with a load costs the pass in which it asks."""
@@ -123,12 +138,20 @@ class MeasuredOverheads:
         source: the recorded cells, and when.
         overheads: the values.
         errors: standard error by part, in its unit; parts that nothing showed are not in it.
+
+    Raises:
+        ValueError: an error that is negative or larger than any part, or an idle time that no engine has.
     """
 
     engine: str
     source: str
     overheads: Overheads
     errors: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        for name, error in self.errors.items():
+            check_range(f"the error of {name}", error, 0, TIMES[1])
+        check_range("idle_ns", self.overheads.idle_ns, LEAST_IDLE_NS, TIMES[1])
 
     def document(self) -> dict[str, Any]:
         """What `read_overheads` reads back, as JSON can hold it."""
@@ -166,8 +189,9 @@ def read_overheads(text: str, name: str) -> MeasuredOverheads:
         found = json.loads(text)
         if not isinstance(found, dict) or found.get("kind") != "lamella.overheads":
             raise ValueError('it is no object of kind "lamella.overheads"; lamella validate --overheads-out writes one')
-        if found.get("schema_version") != SCHEMA_VERSION:
-            raise ValueError(f"schema_version must be {SCHEMA_VERSION}, got {found.get('schema_version')!r}")
+        version = found.get("schema_version")
+        if type(version) is not int or version != SCHEMA_VERSION:
+            raise ValueError(f"schema_version must be {SCHEMA_VERSION}, got {version!r}")
         rest = {key: value for key, value in found.items() if key not in ("kind", "schema_version")}
         return read_record(MeasuredOverheads, rest, "overheads")
     except (ValueError, TypeError, RecursionError) as error:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lamella.sim.host_fit import fit
-from lamella.sim.overheads import Overheads
+from lamella.sim.overheads import MeasuredOverheads, Overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
 from lamella.sim.strategies import Device
@@ -45,9 +45,36 @@ def test_a_part_that_nothing_shows_stays_at_nothing() -> None:
         ({"join_ns": -1}, "join_ns must be at least 0, got -1"),
         ({"idle_ns": 0}, "idle_ns must be at least 1, got 0"),
         ({"beside_permille": 99}, "beside_permille must be at least 100, got 99"),
-        ({"prefill_rows": ((0, 1000),)}, "prefill_rows are .tokens, permille., at least 1 and 100, got .0, 1000."),
+        ({"beside_permille": 10**9}, "beside_permille must be at most 10,000, got 1000000000"),
+        ({"drift_permille": 10**9}, "drift_permille must be at most 10,000, got 1000000000"),
+        ({"pass_ns": 3600 * 10**9}, "pass_ns must be at most 10,000,000,000, got 3600000000000"),
+        ({"load_ns_per_mib": 10**11}, "load_ns_per_mib must be at most"),
+        ({"captured_tokens": 10**9}, "captured_tokens must be at most 10,000,000, got 1000000000"),
+        ({"prefill_rows": ((0, 1000),)}, "tokens of prefill_rows must be at least 1, got 0"),
+        ({"prefill_rows": ((768, 99),)}, "permille of prefill_rows must be at least 100, got 99"),
+        ({"prefill_rows": ((768, 10**9),)}, "permille of prefill_rows must be at most 10,000, got 1000000000"),
+        ({"prefill_rows": ((768, 1000), (768, 1100))}, "are for different numbers of new tokens"),
     ],
 )
 def test_impossible_overheads_are_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         replace(TRUE, **change)
+
+
+@pytest.mark.parametrize("part", [name for name in Overheads.names() if name != "prefill_rows"])
+@pytest.mark.parametrize("value", [-1, 10**13, 10**40])
+def test_no_part_may_be_negative_or_beyond_reason(part: str, value: int) -> None:
+    with pytest.raises(ValueError, match=rf"{part} must be at (least|most) [\d,]+, got {value}"):
+        replace(TRUE, **{part: value})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"errors": {"pass_ns": -1}}, "the error of pass_ns must be at least 0, got -1"),
+        ({"overheads": replace(TRUE, idle_ns=1)}, "idle_ns must be at least 10,000, got 1"),
+    ],
+)
+def test_what_nobody_can_have_measured_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        replace(MeasuredOverheads("an engine", "a run", TRUE, {}), **change)
