@@ -45,6 +45,7 @@ from lamella.cli._regime import (
     parse_slo,
 )
 from lamella.reference.ordering import ORDERS
+from lamella.sim.bounds import MOST_REQUESTS, check_range, check_seed
 
 if TYPE_CHECKING:
     from lamella.sim.arrivals import Arrivals
@@ -74,7 +75,7 @@ def simulate(
         str, typer.Option(help="Layers per slice: 1, 8, a schedule such as 1,1,2,4, all, or auto: chosen by request.")
     ] = "1",
     order: Annotated[str, typer.Option(help=f"Whose slice goes next across requests: {', '.join(ORDERS)}.")] = "fifo",
-    release: Annotated[str, typer.Option(help="whole, first, first:K, jit, jit:Nms or jit:step.")] = "first",
+    release: Annotated[str, typer.Option(help="whole, first, first:K, jit, jit:Nms, jit:step or weighed.")] = "first",
     output_tokens: OutputTokensOption = 50,
     requests: Annotated[int, typer.Option(help="Requests per user.")] = 10,
     rate: Annotated[
@@ -135,8 +136,8 @@ def simulate(
         hardware, way = parse_hardware(tier, ranks, sharing)
         strategies = chosen_strategies([asked], CANDIDATES)
         device.check(arrivals.largest(regime), strategies)
-        if requests < 1:
-            raise ValueError(f"requests must be at least 1, got {requests}")
+        check_range("requests", requests, 1, MOST_REQUESTS)
+        check_seed(seed)
         check_out(out, FILES)
         if table is not None:
             check_table(table)

@@ -73,8 +73,9 @@ def validate(
             raise ValueError(f"{split} is not there; name with --split which cells to fit on and which to judge by")
         lines = [line for path in results for line in _text(path).splitlines()]
         run = read_recorded(lines, ", ".join(map(str, results)))
+        described = _text(split)
         try:
-            cells = Split.parse(_text(split))
+            cells = Split.parse(described)
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
         given = None if overheads is None else open_overheads(overheads)

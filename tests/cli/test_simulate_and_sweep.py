@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lamella.cli.main import build_app
+from lamella.reference.release import parse_release
 
 
 def run(*arguments: str) -> str:
@@ -295,7 +296,7 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
         (("sweep", "--concurrencies", "0"), "each concurrency must be positive, got 0"),
         (("sweep", "--concurrency", "0"), "concurrency must be at least 1, got 0"),
         (("sweep", "--ratios", ""), "each ratio must be a number, got ''"),
-        (("sweep", "--repeats", "0"), "repeats and requests must be at least 1, got 0"),
+        (("sweep", "--repeats", "0"), "repeats must be at least 1, got 0"),
         (("sweep", "--seed", "-1"), "seed must be at least 0, got -1"),
         (("sweep", "--engine", "cluster"), "engine must be one of auto, serial, processes, ray; got 'cluster'"),
         (("sweep", "--workers", "0"), "workers must be at least 1, got 0"),
@@ -341,6 +342,15 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
 def test_bad_input_is_one_sentence_and_exit_2(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
     assert sentence in refusal(*arguments, "--out", str(tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_help_names_every_release_rule() -> None:
+    with pytest.raises(ValueError, match="release must be one of") as refused:
+        parse_release("")
+    forms = re.sub(r" \([^)]*\)", "", str(refused.value).partition("one of ")[2].partition(";")[0]).split(", ")
+    said = " ".join(run("simulate", "--help").split())
+    assert {form for form in forms if not re.search(rf"(?<![a-z:]){re.escape(form)}(?![a-z:])", said)} == set()
+    assert "weighed" in forms
 
 
 @pytest.mark.parametrize("verb", ["simulate", "sweep"])

@@ -2,6 +2,7 @@
 
 import json
 import lzma
+import math
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,48 @@ def test_bad_input_is_one_sentence_and_exit_2(
     assert result.exit_code == 2, result.output
     assert sentence in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("content", [b"{", b"\xff\xfe", b'{"calibrate": []}'])
+def test_a_bad_split_is_named_once(content: bytes, tmp_path: Path, split: Path, no_overheads: Path) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    split.write_bytes(content)
+    result = run(made, "--split", split, "--overheads", no_overheads)
+    assert result.exit_code == 2, result.output
+    assert result.stderr.splitlines()[-1].count(str(split)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (
+            {"engine": {**ENGINE["engine"], "max_num_batched_tokens": "x"}},
+            "max_num_batched_tokens must be a whole number",
+        ),
+        ({"engine": {**ENGINE["engine"], "cudagraph_capture_max": -8}}, "of at least 1, got -8"),
+    ],
+)
+def test_an_engine_without_sense_is_one_sentence_and_exit_2(
+    change: dict[str, object], sentence: str, tmp_path: Path, split: Path
+) -> None:
+    made = tmp_path / "run.jsonl"
+    made.write_text(json.dumps({**ENGINE, **change}))
+    result = run(made, "--split", split)
+    assert result.exit_code == 2, result.output
+    assert sentence in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("key", ["concurrency", "hit", "new", "output", "width", "tier_gb_per_s"])
+@pytest.mark.parametrize("value", [math.inf, math.nan, -1])
+def test_a_cell_without_sense_is_one_sentence_and_exit_2(
+    key: str, value: float, tmp_path: Path, split: Path, no_overheads: Path
+) -> None:
+    made = record(tmp_path / "run.jsonl", arms=("chunk_bounded",))
+    rows = [json.loads(line) for line in made.read_text().splitlines()]
+    rows[1]["cell"][key] = value
+    made.write_text("\n".join(map(json.dumps, rows)))
+    result = run(made, "--split", split, "--overheads", no_overheads)
+    assert result.exit_code == 2, result.output or repr(result.exception)
 
 
 def test_what_a_joining_prompt_waits_for_is_said_and_matters(tmp_path: Path, split: Path, no_overheads: Path) -> None:
