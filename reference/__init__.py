@@ -11,7 +11,8 @@ KEY-1   Two objects share a key only if their bytes mean the same: same tokens a
         and inner layout, rank, layers and tenant.
 REL-1   A request is released exactly once.
 REL-2   No layer is read before it landed: a step waits for every released load, whether or not it is in the batch.
-REL-3   No policy releases a request before its first layer has landed: an engine that starts on nothing only stalls.
+REL-3   No policy releases a request whose first layer, by forecast, will not have landed when its step starts: an
+        engine that starts on nothing only stalls.
 REL-4   A layer that lands earlier never makes a release later.
 ARR-1   landed <= recorded <= slices, and neither count falls within a generation.
 ARR-3   A step waits for each slice at most once, and every layer's wait comes before its read.

@@ -160,11 +160,11 @@ class JustInTime:
         return 1
 
     def release_ns(self, view: ReleaseView) -> int:
-        """The stall-free instant less the tolerated stall, but not before the first layer lands."""
+        """The stall-free instant less the tolerated stall, but with the first layer there when the step starts."""
         before = accumulate(view.layer_compute_ns, initial=0)
         stall_free_ns = max(map(int.__sub__, view.arrival_ns, before)) - view.start_delay_ns
         tolerated_ns = view.step_ns // (1 + view.victims) if self.patience_ns is None else self.patience_ns
-        return max(view.arrival_ns[0], stall_free_ns - tolerated_ns)
+        return max(_first_there_ns(view), stall_free_ns - tolerated_ns)
 
     def __str__(self) -> str:
         if self.patience_ns is None:
@@ -180,7 +180,7 @@ class WeighedRelease:
 
     Released s ns too early, the next step stands still for s, which costs others `price * s`; released a poll later,
     the request starts `step_ns - s` too late. So s is tolerated up to `step_ns / (1 + price)`. With nobody to hurt, a
-    stall is only the request's own waiting, and it is released with its first layer.
+    stall is only the request's own waiting, and it is released so that it starts with its first layer.
     """
 
     needs_forecast: ClassVar[bool] = True
@@ -191,10 +191,10 @@ class WeighedRelease:
         return 1
 
     def release_ns(self, view: ReleaseView) -> int:
-        """The stall-free instant less the stall worth taking, but not before the first layer lands."""
+        """The stall-free instant less the stall worth taking, but with the first layer there when the step starts."""
         others, readers, busy_ns = view.stall or StallPrice(view.victims)
         if others == readers == 0:
-            return view.arrival_ns[0]
+            return _first_there_ns(view)
         free_ns = busy_ns / 2  # as far as this goes, readers lose nothing
         worth_ns = view.step_ns / (1 + others)
         if worth_ns > free_ns:
@@ -205,6 +205,11 @@ class WeighedRelease:
 
     def __str__(self) -> str:
         return "weighed"
+
+
+def _first_there_ns(view: ReleaseView) -> int:
+    """From when on the first layer has landed, as far as is known, when the step of a release starts (REL-3)."""
+    return view.arrival_ns[0] - view.start_delay_ns
 
 
 def waits_its_turn(compute_ns: int, prefills: int, behind: int, step_fixed_ns: int) -> bool:
