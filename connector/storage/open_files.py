@@ -3,13 +3,15 @@
 A slice of one layer is read in less time than a few files take to open when the core's caches hold nothing of the way
 to them, so a load opens its files once. It takes them out for each slice and gives them back, so that no two threads
 ever have one file; a slice that ends with its object's last byte gives nothing back. What a load that was given up
-has left is closed when it was not used for a while and the tier is asked for anything.
+has left is closed when it was not used for a while, whether or not the tier is asked for anything: a file that somebody
+removed meanwhile keeps its bytes on the disk only for so long.
 
 An open file is no promise that its object is still there: whoever takes it looks.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -21,6 +23,7 @@ from lamella.reference.keys import ChunkKey
 
 _MOST_OPEN: Final = 128
 _IDLE_S: Final = 2.0
+_SHORTEST_S: Final = 0.01
 
 
 class OpenObject(NamedTuple):
@@ -49,6 +52,7 @@ class OpenFiles:
         self._clock_s = clock_s
         self._lock = threading.Lock()
         self._files: dict[ChunkKey, tuple[OpenObject, float]] = {}  # in the order in which they were given
+        self._sweep: threading.Timer | None = None  # there is one while there are files
 
     def take(self, keys: Sequence[ChunkKey]) -> dict[ChunkKey, OpenObject]:
         """The open files of these objects, the caller's from now on, to give or to close."""
@@ -67,7 +71,26 @@ class OpenFiles:
                     spare.append(one)
                 else:
                     self._files[key] = (one, now)
+            self._look_later(self._idle_s)
         close_all(spare)
+
+    def _look_later(self, delay_s: float) -> None:
+        """With the lock: somebody looks for idle files then. Where no thread can be had, the tier's next call does."""
+        if self._sweep is not None or not self._files:
+            return
+        sweep = threading.Timer(delay_s, self._close_later)
+        sweep.daemon = True
+        with contextlib.suppress(RuntimeError):
+            sweep.start()
+            self._sweep = sweep
+
+    def _close_later(self) -> None:
+        self.close_idle()
+        with self._lock:
+            self._sweep = None
+            if self._files:
+                _, given_s = next(iter(self._files.values()))
+                self._look_later(max(_SHORTEST_S, given_s + self._idle_s - self._clock_s()))
 
     def close_idle(self) -> None:
         """What nobody took for too long is closed."""
@@ -82,6 +105,8 @@ class OpenFiles:
         """All are closed, and what is given from now on is too."""
         with self._lock:
             self._most = 0
+            if self._sweep is not None:
+                self._sweep.cancel()
         self.make_room()
 
     def _close_given_before(self, limit_s: float) -> bool:

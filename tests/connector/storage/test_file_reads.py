@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -269,6 +270,67 @@ def test_what_a_load_that_was_given_up_left_open_is_closed_later(
     else:
         kept.tier.get_ranges(key(0), [ByteRange(12 * KIB, 4 * KIB)], [memoryview(bytearray(4 * KIB))])
     assert kept.disk.open_now == {}
+
+
+def wait_until_closed(kept: Kept) -> None:
+    until_s = time.monotonic() + WAIT_S
+    while kept.disk.open_now and time.monotonic() < until_s:
+        time.sleep(0.005)
+    assert kept.disk.open_now == {}
+
+
+def test_removed_files_do_not_keep_their_bytes_on_the_disk_of_an_idle_tier(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept.tier, "_held", OpenFiles(idle_s=0.05))
+    for _ in range(2):  # also those that are given once the first have been closed
+        kept.read(LAYER)
+        wait_until_closed(kept)
+    kept.read(LAYER)
+    for number in range(6):
+        Path(kept.place(number)).unlink()  # as another process does, which cannot tell this one
+    wait_until_closed(kept)
+
+
+def test_a_file_that_a_load_came_back_for_is_kept_for_as_long_again(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s = 100.0
+    held = OpenFiles(idle_s=0.2, clock_s=lambda: now_s)
+    monkeypatch.setattr(kept.tier, "_held", held)
+    kept.read(LAYER)
+    now_s += 0.15
+    kept.tier.get_ranges(key(0), LAYER, [memoryview(bytearray(4 * KIB)) for _ in LAYER])
+    now_s += 0.1
+    held._close_later()
+    assert set(kept.disk.open_now.values()) == {kept.place(0)}
+    now_s += 0.11
+    wait_until_closed(kept)
+
+
+def test_where_no_thread_can_be_had_files_are_closed_by_the_next_call(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Timer, "start", refuse)
+    monkeypatch.setattr(kept.tier, "_held", OpenFiles(idle_s=0.01))
+    assert kept.read(LAYER) == (Leading(6), 6)
+    assert len(kept.disk.open_now) == 6
+    time.sleep(0.02)
+    kept.tier.exists(kept.keys)
+    assert kept.disk.open_now == {}
+
+
+def test_a_closed_tier_leaves_no_thread_that_looks(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept.tier, "_held", OpenFiles(idle_s=3600))
+    before = {one for one in threading.enumerate() if isinstance(one, threading.Timer)}
+    kept.read(LAYER)
+    (mine,) = {one for one in threading.enumerate() if isinstance(one, threading.Timer)} - before
+    kept.tier.close()
+    mine.join(WAIT_S)
+    assert not mine.is_alive()
 
 
 def test_no_more_files_stay_open_than_allowed(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
