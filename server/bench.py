@@ -28,11 +28,12 @@ from lamella.reference.layout import ObjectLayout
 from lamella.reference.plan import Direction
 from lamella.server.arriving import GrantedTransfer
 from lamella.server.bench_report import RetrieveRow, Sample, ServerBenchReport
-from lamella.server.protocol import TransferSide
+from lamella.server.protocol import Ping, Pong, TransferSide
 from lamella.server.rank import RankCaches, RankOfEngine
 from lamella.server.worker import Worker
 
 TIMEOUT_S: Final = 60.0
+_STILL_S: Final = 2.0
 IDLE, HERE, ELSEWHERE = "idle", "products here", "products elsewhere"
 
 
@@ -131,6 +132,7 @@ class ServerBench:
         """
         progress("store")
         self.prepare()
+        self.wait_ready()
         self.time_store()
         for load in self.settings.loads:
             reason = torch_reason(self._device.name) if load != IDLE else None
@@ -179,6 +181,30 @@ class ServerBench:
                     f"{self._shape.geometry.object_bytes} bytes: start it with more --memory"
                 )
             time.sleep(0.5)
+
+    def wait_ready(self) -> None:
+        """Every slot can be used, or no more have become usable for two seconds.
+
+        Until then the server fills its memory and who moves registers it, which takes the host's bandwidth and the
+        device's lock from what is measured.
+        """
+        shared = self.worker.session.epoch.shared
+        assert shared is not None, "a rank has slots"
+        seen, since = -1, time.monotonic()
+        while (ready := self._ready_slots()) < shared.shape.num_slots:
+            if ready > seen:
+                seen, since = ready, time.monotonic()
+            elif time.monotonic() - since > _STILL_S:
+                self.report.skipped.append(f"{shared.shape.num_slots - ready} slots did not become usable")
+                return
+            time.sleep(0.02)
+
+    def _ready_slots(self) -> int:
+        own = self.worker.mover.ready_slots
+        if own >= 0:
+            return own
+        session = self.worker.session
+        return session.call(Ping(session.epoch.registered.session, own), Pong).ready_slots
 
     def time_store(self) -> None:
         """As many bytes under other keys, once; what they take until others can read them."""

@@ -89,6 +89,26 @@ def test_a_load_that_there_is_not_is_refused_with_those_there_are(tmp_path: Path
     assert "idle, here, elsewhere, got there" in found.output
 
 
+def test_nothing_is_measured_while_slots_become_usable_or_they_are_named(
+    server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lamella.server.bench._STILL_S", 0.1)
+    with _bench(server, widths=(1,)) as bench:
+        shared = bench.worker.session.epoch.shared
+        assert shared is not None
+        num_slots = shared.shape.num_slots
+        bench.wait_ready()
+        assert bench.worker.mover.ready_slots == num_slots
+        assert bench.report.skipped == []
+        ready = iter([1, 1, 2, num_slots])
+        monkeypatch.setattr(type(bench.worker.mover), "ready_slots", property(lambda _: next(ready)))
+        bench.wait_ready()
+        assert next(ready, None) is None, "it waited for all of them"
+        monkeypatch.setattr(type(bench.worker.mover), "ready_slots", property(lambda _: num_slots - 3))
+        bench.wait_ready()
+        assert bench.report.skipped == ["3 slots did not become usable"]
+
+
 def test_a_wrong_byte_on_the_server_is_found(server: ServerProcess) -> None:
     with _bench(server, widths=(1,)) as bench:
         bench.prepare()
