@@ -22,7 +22,7 @@ from lamella.server.connection import Connection, ServerLostError
 from lamella.server.endpoint import make_folder
 from lamella.server.moves import Line
 from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsReport
-from lamella.server.rank import RankOfEngine
+from lamella.server.rank import RankOfEngine, Report
 from lamella.server.worker import Worker
 from rank_driver import RankMemory, ServerProcess, join, keys_of, load, serving, store, until
 
@@ -136,6 +136,30 @@ def test_a_lookup_walks_the_way_of_a_load_once_and_only_where_nothing_is_loaded(
         until(worker, lambda report: number in report.loads)
         assert memory.right_layers(keys, THERE) == list(range(32))
         assert memory.is_poisoned_outside(THERE)
+
+
+def test_what_a_lookup_sends_ahead_holds_nothing_and_the_server_hears_nothing_of_it(
+    server: ServerProcess, memory: RankMemory
+) -> None:
+    with join(server.folder, memory, num_arrival_slots=1) as worker:
+        before, side = _windows(worker), worker.mover._worker_side
+        assert side is not None
+        attached = side._attached
+        assert attached is not None
+        taken: list[int] = []
+        take = worker.arrivals.take
+        worker.arrivals.take = lambda: (taken.append(1), take())[1]  # type: ignore[method-assign]
+        worker.lookup(keys_of(memory, range(64)))
+        _until(lambda: _windows(worker) == before + 1, "one window without a byte")
+        _until(lambda: attached.users == 0, "the slots are let go of")
+        assert not taken, "a load that follows at once finds the only arrival slot free"
+        assert worker.poll() == Report()
+        assert worker.loads.num_open == worker.mover.line._connection.num_open == 0
+        figures = worker.session.stats().figures
+        asked = {name for name, count in figures.items() if "requests" in name and count}
+        assert not [name for name in asked if "retrieve" in name.lower() or "release" in name.lower()], asked
+        assert [name for name in asked if "lookup" in name.lower()], asked
+        assert not [name for name, count in figures.items() if "refusals" in name and count]
 
 
 def test_a_lookup_of_a_worker_whose_engine_has_stopped_is_answered(server: ServerProcess, memory: RankMemory) -> None:
