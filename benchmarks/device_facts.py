@@ -7,6 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
+from lamella.cuda_ext.commit import commit_of
+
 
 def provenance(torch: Any, vllm: Any) -> dict[str, Any]:
     """Where and when: everything a reader needs to repeat the run."""
@@ -24,6 +26,7 @@ def provenance(torch: Any, vllm: Any) -> dict[str, Any]:
         "python": sys.version.split()[0],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": " ".join(sys.argv),
+        "commit": commit_of(),
     }
 
 

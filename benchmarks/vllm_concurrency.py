@@ -35,6 +35,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from concurrency_cells import ARMS, BASELINE, GROUPS, Arm, Cell, Group, joined
 from concurrency_run import Run
 
+from lamella.cuda_ext.commit import commit_of
+
 _SHRINK = 32
 
 
@@ -86,7 +88,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU, 1/32 of the tokens")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--commit", default="unknown", help="written down with the machine's facts")
+    parser.add_argument("--commit", default=commit_of(), help="written down with the machine's facts")
     parser.add_argument("--list", action="store_true")
     return parser.parse_args()
 

@@ -25,6 +25,7 @@ import device_facts
 from step_time_cells import MODEL
 
 from lamella.connector.recorded_run import read_run
+from lamella.cuda_ext.commit import commit_of
 from lamella.reference.chrome_trace import to_chrome_trace
 from lamella.reference.recording import Recording
 from lamella.sim.explain import explain, explanation_lines
@@ -125,7 +126,7 @@ def where(options: argparse.Namespace) -> dict[str, Any]:
     import vllm
 
     if options.tiny:
-        return {"device": "cpu", "vllm": vllm.__version__}
+        return {"device": "cpu", "vllm": vllm.__version__, "commit": commit_of()}
     return device_facts.provenance(torch, vllm)
 
 

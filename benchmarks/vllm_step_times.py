@@ -41,6 +41,8 @@ from step_time_cells import (
     REAL_HITS,
 )
 
+from lamella.cuda_ext.commit import commit_of
+
 
 class OutOfTimeError(Exception):
     """The time given with --deadline-s has passed; what was measured is written."""
@@ -311,7 +313,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=4, help="a round of prefill cells; the full arm runs two rounds")
     parser.add_argument("--decode-steps", type=int, default=28)
     parser.add_argument("--deadline-s", type=float, default=240.0, help="measure no further cell after this long")
-    parser.add_argument("--commit", default=os.environ.get("LAMELLA_COMMIT", "unknown"))
+    parser.add_argument("--commit", default=commit_of())
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--dry-run", action="store_true")
     args = parser.parse_args()

@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import lamella
+from lamella.cuda_ext.commit import commit_of
 from lamella.cuda_ext.device import Device
 
 _SOURCES = {".c", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
@@ -22,7 +23,8 @@ _SOURCES = {".c", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 class Provenance:
     """One run of one program on one machine.
 
-    `native_sources` is `source_digest` of the checkout the program was run in, "" elsewhere.
+    `native_sources` is `source_digest` of the checkout the program was run in, "" elsewhere;
+    `commit` is `commit_of()`.
     """
 
     date: str
@@ -36,6 +38,7 @@ class Provenance:
     lamella: str
     packages: dict[str, str]
     native_sources: str
+    commit: str
 
 
 def provenance_of(device: Device, command: Sequence[str], checkout: Path | None = None) -> Provenance:
@@ -65,6 +68,7 @@ def provenance_of(device: Device, command: Sequence[str], checkout: Path | None 
         lamella=lamella.__version__,
         packages=packages,
         native_sources=source_digest(checkout / "cuda_ext" / "csrc") if checkout else "",
+        commit=commit_of(),
     )
 
 
