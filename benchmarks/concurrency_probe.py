@@ -72,7 +72,7 @@ class RankProbe:
         worker.begin_step, worker.step_computed = begin_step, step_computed
 
     def _watch_loads(self, loads: Any) -> None:
-        wait, observe, poll = loads._wait, loads._observe, loads.poll
+        wait, observe, poll, release = loads._wait, loads._observe, loads.poll, loads._let_run
 
         def watched_wait(load: Any, layer: int) -> None:
             begin_ns = time.monotonic_ns()
@@ -94,10 +94,22 @@ class RankProbe:
             polled = poll()
             now_ns = time.monotonic_ns()
             for name in polled.received:
-                self.loads[name]["released_ns"] = now_ns
+                if "by_forecast" not in self.loads[name]:
+                    self.loads[name]["released_ns"] = now_ns
             return polled
 
-        loads._wait, loads._observe, loads.poll = watched_wait, watched_observe, watched_poll
+        def watched_release(number: int, now_ns: int) -> None:
+            load = loads.find(number)
+            release(number, now_ns)
+            if load is not None:  # let run by the scheduler side, ahead of a look
+                self.loads[load.order.request].update(released_ns=now_ns, by_forecast=True)
+
+        loads._wait, loads._observe, loads.poll, loads._let_run = (
+            watched_wait,
+            watched_observe,
+            watched_poll,
+            watched_release,
+        )
 
     def _watch_layers(self, worker: Any) -> None:
         wait = worker.wait_layer
@@ -192,6 +204,8 @@ def load_of_ranks(ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, chosen in (("ordered_ns", min), ("started_ns", min), ("released_ns", max), ("bytes", sum)):
         if values := [seen[name] for seen in ranks if name in seen]:
             found[name] = chosen(values)
+    if any("by_forecast" in seen for seen in ranks):
+        found["by_forecast"] = True
     if methods := sorted({seen["method"] for seen in ranks if "method" in seen}):
         found["method"] = "+".join(methods)
     if landed := [seen["landed_ns"] for seen in ranks if "landed_ns" in seen]:

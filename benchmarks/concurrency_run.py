@@ -80,7 +80,7 @@ def request_row(one: Served, begin_ns: int, seen: dict[str, Any], cached: int) -
     for name in ("asked_ns", "ordered_ns", "started_ns", "released_ns"):
         if name in seen:
             row[name.replace("_ns", "_us")] = since(seen[name])
-    for name in ("local_hit", "loadable", "lookups", "bytes", "method"):
+    for name in ("local_hit", "loadable", "lookups", "bytes", "method", "by_forecast"):
         if name in seen:
             row[name] = seen[name]
     if "lookup_ns" in seen:

@@ -12,10 +12,11 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from lamella.connector.batch_blocks import StepBatch
 from lamella.connector.connector_metrics import Metrics
+from lamella.connector.engine_clock import EngineClock
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_forecast import StepForecast
 from lamella.connector.step_orders import LoadPlan, Observed, StepWeights
@@ -23,10 +24,11 @@ from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
+from lamella.reference.hand_out import CandidateLoad, released_at_hand_out
+from lamella.reference.release import StallPrice
+from lamella.reference.slices import plan_slices
 
 _log = logging.getLogger(__name__)
-_SMOOTHED: Final = 0.25
-"""Weight of the latest decode step in the length that the next one is taken to have."""
 
 
 class AutoChoice:
@@ -65,11 +67,14 @@ class AutoChoice:
         self._decoding: set[str] = set()
         self._cut: dict[str, tuple[int, int]] = {}  # prefills under way: (context, tokens left)
         self._began: dict[str, int] = {}  # the last load ordered when they began
-        self._last_number = -1
+        self._last_number = self._last_begun = -1  # ordered, and with a step that was made
+        self._is_full = False  # the next step has no room for anybody
         self._joining_ns: dict[str, int] = {}  # chosen since the last step, to be computed in the next one
-        self._made_ns = clock_ns()
-        self._step_ns = float(self._policy.step_ns([(0, 1)]))
-        self._step_is_decode = self._step_is_empty = True
+        self._parked: dict[str, tuple[int, LoadPlan]] = {}  # loads of requests that are not released
+        self._released: dict[str, int] = {}  # prefills of requests that are released and in no step yet
+        self._engine = EngineClock(
+            steps_ahead=facts.steps_ahead, step_ns=self._policy.step_ns([(0, 1)]), now_ns=clock_ns()
+        )
         self._step_expected_ns = 0
         profile = self.forecast.profile
         _log.info(
@@ -105,13 +110,14 @@ class AutoChoice:
             cached_tokens=cached,
             new_tokens=num_tokens - cached,
             link_wait_ns=self._ledger.link_wait_ns(now_ns),
-            engine_wait_ns=self._engine_wait_ns(now_ns),
-            queued_ns=queued_ns + sum(self._joining_ns.values()),
+            engine_wait_ns=self._engine.wait_ns(now_ns, self.correction.steps),
+            queued_ns=queued_ns + sum(self._joining_ns.values()) + sum(self._released.values()),
             waiting=self._ledger.waiting(now_ns),
             decoding=decoding,
             bystanders=len(self._decoding - self._readers),
-            step_ns=round(self._step_ns),
-            idle=self._step_is_empty,
+            step_ns=self._engine.step_ns,
+            idle=self._engine.is_idle,
+            release_lag_ns=self._look_ns if self._facts.steps_ahead else 0,
         )
         decision = self._policy.choose(view, self.correction, self._can)
         before = self._chosen.get(name)
@@ -129,12 +135,10 @@ class AutoChoice:
         if num_tokens > local_hit:
             self._joining_ns[name] = self._policy.prefill_ns(local_hit, num_tokens - local_hit, self.correction)[1]
 
-    def _engine_wait_ns(self, now_ns: int) -> int:
-        """How long the step under way still computes, in an engine that schedules the next one meanwhile."""
-        if not self._facts.steps_ahead or self._step_is_empty:
-            return 0
-        expected_ns = round(self._step_expected_ns * self.correction.steps) or round(self._step_ns)
-        return max(0, self._made_ns + expected_ns - now_ns)
+    @property
+    def _look_ns(self) -> int:
+        """How long the engine is away between two looks, if nobody joins."""
+        return self._engine.step_ns if self._decoding else self.forecast.profile.engine.idle_poll_ns
 
     # ---- the engine follows
 
@@ -149,7 +153,10 @@ class AutoChoice:
         self._ledger.began(number, self._clock_ns(), decision.load_ns, decision.prefill_ns)
         self._numbers[name] = self._last_number = number
         self._readers.add(name)
-        return LoadPlan(decision.chosen.width, decision.release, decision.compute_ns, decision.load_ns)
+        plan = LoadPlan(decision.chosen.width, decision.release, decision.compute_ns, decision.load_ns)
+        if decision.arm is not Arm.SYNC:
+            self._parked[name] = number, plan
+        return plan
 
     def declined(self, name: str) -> None:
         """The engine gave the request its blocks without a load; counted where that was chosen."""
@@ -173,9 +180,64 @@ class AutoChoice:
         """The load has landed, failed or been cancelled on every rank."""
         self._ledger.ended(number, self._clock_ns())
 
+    def released(self, name: str) -> None:
+        """The request may join the next step; a load that is still on its way goes on."""
+        number, plan = self._parked.pop(name, (-1, None))
+        if plan is not None:
+            self._released[name] = plan.compute_ns
+            self._ledger.joined(number)
+
+    def handed_out(self) -> list[str]:
+        """A step's outputs are there, and the next step has not been made: requests that may join it, by forecast.
+
+        An engine that schedules ahead learns of a worker's look a step late; what is known here joins the next step.
+        Only loads that began with an earlier step come into question.
+        """
+        now_ns = self._clock_ns()
+        self._engine.handed_out(now_ns)
+        if not self._parked or not self._facts.steps_ahead or self._is_full:
+            return []
+        parked = [(name, *one) for name, one in self._parked.items() if one[0] <= self._last_begun]
+        price = self._price()
+        found = released_at_hand_out(
+            [
+                CandidateLoad(
+                    self._arrival_ns(number, plan),
+                    plan.compute_ns,
+                    plan.release,
+                    price._replace(busy_ns=self._ledger.behind_ns(number, now_ns)),
+                )
+                for _name, number, plan in parked
+            ],
+            now_ns=now_ns,
+            start_delay_ns=self._engine.wait_ns(now_ns, self.correction.steps),
+            step_ns=self._look_ns,
+            decoding=len(self._decoding),
+            prefills=len(self._cut) + len(self._released),
+            step_fixed_ns=self._policy.step_fixed_ns(self.correction),
+        )
+        return [parked[index][0] for index in found]
+
+    @property
+    def has_parked(self) -> bool:
+        """Whether a load's end of waiting may come from here, so that every step's outputs are wanted."""
+        return bool(self._parked) and self._facts.steps_ahead
+
+    def _arrival_ns(self, number: int, plan: LoadPlan) -> tuple[int, ...]:
+        """When each layer of the load will have landed, by the ledger."""
+        begins_ns, ends_ns = self._ledger.window_ns(number)
+        num_layers = self._policy.num_layers
+        slices = plan_slices(num_layers, num_layers if plan.width is None else plan.width)
+        return tuple(
+            begins_ns + (ends_ns - begins_ns) * part.end_layer // num_layers
+            for part in slices
+            for _layer in range(part.num_layers)
+        )
+
     def forget(self, name: str) -> None:
         """The request is gone."""
-        for book in (self._chosen, self._numbers, self._cut, self._began, self._joining_ns):
+        books = self._chosen, self._numbers, self._cut, self._began, self._joining_ns, self._parked, self._released
+        for book in books:
             book.pop(name, None)
         self._readers.discard(name)
         self._decoding.discard(name)
@@ -183,15 +245,13 @@ class AutoChoice:
     def step_made(self, batch: StepBatch, requests: Mapping[str, Any]) -> StepWeights:
         """What the workers must know of the step that this batch makes, to weigh releases against it."""
         now_ns = self._clock_ns()
-        if self._step_is_decode and not self._step_is_empty and batch.names:
-            took_ns = min(now_ns - self._made_ns, round(4 * self._step_ns))
-            self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
         self._joining_ns.clear()
         prefills: list[tuple[int, int]] = []
         decoding = context = 0
         for one in () if self._only_decodes(batch) else batch.all():
             if one.request in self._numbers:
                 self._ledger.joined(self._numbers.pop(one.request))
+                self._released.pop(one.request, None)
             request = requests.get(one.request)
             left = (request.num_tokens if request is not None else one.end) - one.end
             if one.request in self._decoding and one.new == 1:
@@ -206,20 +266,22 @@ class AutoChoice:
                 self._cut.pop(one.request, None)
                 self._began.pop(one.request, None)
                 self._decoding.add(one.request)
-        self._made_ns = now_ns
-        self._step_is_empty = not batch.names
-        self._step_is_decode = not prefills
+        self._last_begun = self._last_number
         self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
-        bystanders = len(self._decoding - self._readers)
-        price = self._policy.stall_price(bystanders, len(self._decoding) - bystanders, len(self._cut))
+        self._engine.step_made(now_ns, self._step_expected_ns, is_empty=not batch.names)
         taken = sum(left for _, left in self._cut.values()) + len(self._decoding)
         budget = self._facts.token_budget
+        self._is_full = budget is not None and taken >= budget
         return StepWeights(
-            price,
-            budget is not None and taken >= budget,
+            self._price(),
+            self._is_full,
             tuple(self._began.values()),
             self._policy.step_fixed_ns(self.correction),
         )
+
+    def _price(self) -> StallPrice:
+        bystanders = len(self._decoding - self._readers)
+        return self._policy.stall_price(bystanders, len(self._decoding) - bystanders, len(self._cut))
 
     @property
     def expected_ns(self) -> int:

@@ -16,6 +16,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "loaded_bytes": "Bytes of loads that have landed, all ranks",
     "stored_bytes": "Bytes of stores that have ended well, all ranks",
     "released_early": "Loads that were released before all of them had landed",
+    "released_by_forecast": "Loads that the scheduler side released before a worker's look would have counted",
     "layer_waits": "Waits of a layer for a load that had not landed there",
     "stall_ns": "Time forward passes waited on the host for layers",
     "wait_timeouts": "Waits that reached their bound",

@@ -15,7 +15,8 @@ class Load:
 
     Attributes:
         blocks: of the first KV cache group, which it writes.
-        released: it was reported received, or its request joined the step; only then can anybody read its blocks.
+        released: it was reported received, its request joined the step, or the scheduler side let it run; only then can
+            anybody read its blocks.
         ready_layer: layers before it need no further wait in this step.
         failed: why, or "".
         waited_whole: this step began when all of it had landed.

@@ -9,7 +9,7 @@
 
 Pure state, no engine: a rule-based machine runs it against a plain model. Contracts:
 
-- REL-1 a load passes "received" on exactly once, and never after its request has ended.
+- REL-1 a load passes "received" on exactly once, by a report or ahead of it, and never after its request has ended.
 - SAFE-1 a held request is freed once, and only when nothing of it is in flight on any rank.
 - SAFE-6 work has ended when it has on every rank, and it ended well only if it did on each.
 """
@@ -118,6 +118,7 @@ class WorkBook:
         self._open: dict[int, Work] = {}
         self._of_request: dict[str, set[int]] = {}
         self._parked: dict[str, int] = {}  # request -> the load whose report it waits for
+        self._ahead: dict[str, int] = {}  # request -> the load that was released before its report came
         self._held: set[str] = set()
         self._freed: set[str] = set()
 
@@ -142,6 +143,8 @@ class WorkBook:
         """Those of the reported requests to pass on: parked, and not ended meanwhile."""
         passed: set[str] = set()
         for request in requests:
+            if self._ahead.pop(request, None) is not None:
+                continue  # passed on when it was released
             number = self._parked.pop(request, None)
             if not self._rules.report_once:
                 passed.add(request)
@@ -152,6 +155,21 @@ class WorkBook:
             if number in self._open and request in passed:
                 self._open[number].released = True
         return passed
+
+    def release(self, request: str) -> int | None:
+        """The load of a parked request, which runs from now on, before the ranks report it; None if it has ended.
+
+        Their report is still to come and passed on no more. Until it has come, nothing is loaded for the request.
+        """
+        if request in self._held or self._parked.get(request) not in self._open:
+            return None
+        number = self._ahead[request] = self._parked.pop(request)
+        self._open[number].released = True
+        return number
+
+    def awaits_report(self, request: str) -> bool:
+        """Whether a load of the request was released ahead of a report that has not come."""
+        return request in self._ahead
 
     def ended(self, number: int, end: Ended) -> Work | None:
         """The work that has now ended on every rank; None while ranks are missing.
@@ -170,6 +188,8 @@ class WorkBook:
         if work._ended.ranks < self._num_ranks and self._rules.free_on_minimum:
             return None
         del self._open[number]
+        if self._ahead.get(work.request) == number:
+            del self._ahead[work.request]
         mine = self._of_request[work.request]
         mine.discard(number)
         if not mine:

@@ -108,6 +108,7 @@ class StepOrders:
     Attributes:
         loads, stores, fetches: what to begin.
         cancels: loads nobody can be reading; what has not been issued of them never will be.
+        released: loads whose requests run from this step on, though no rank has reported them received.
         flushes: stores that must have ended before this step writes to its blocks.
         num_tokens: tokens the step computes; 0: no forward pass.
         num_decoding: requests of the batch that stand still in a stall.
@@ -124,6 +125,7 @@ class StepOrders:
     stores: tuple[StoreOrder, ...] = ()
     fetches: tuple[FetchOrder, ...] = ()
     cancels: tuple[int, ...] = ()
+    released: tuple[int, ...] = ()
     flushes: tuple[int, ...] = ()
     num_tokens: int = 0
     num_decoding: int = 0

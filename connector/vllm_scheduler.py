@@ -71,6 +71,7 @@ class SchedulerSide:
         self._bad_blocks: set[int] = set()
         self._new_loads: list[LoadOrder] = []
         self._cancels: list[int] = []
+        self._released: list[int] = []
         self._last_number = -1
         self.stores = ChunkStores(
             facts, self.objects, self._keys, self._blocks, self.book, self._requests, self.metrics, self._number
@@ -100,6 +101,8 @@ class SchedulerSide:
         self._requests[name] = request
         if self._facts.refusal or name in self._failed:
             return 0, False
+        if self.book.awaits_report(name):
+            return None, False
         keys = self._keys.keys(request, request.num_tokens)
         size = self._facts.space.chunk_tokens
         hits = self.objects.find(name, keys, min(local_hit // size, len(keys)))
@@ -214,6 +217,7 @@ class SchedulerSide:
         flushes = self.stores.conflicts(batch, [self._loads[load.number].blocks for load in self._new_loads])
         loads, self._new_loads = tuple(self._new_loads), []
         cancels, self._cancels = tuple(self._cancels), []
+        released, self._released = tuple(self._released), []
         stores, fetches = self.stores.of_step(batch), self.objects.take_orders()
         weights = None if self._auto is None else self._auto.step_made(batch, self._requests)
         expected_ns = 0
@@ -222,20 +226,22 @@ class SchedulerSide:
         elif self._forecast is not None:
             expected_ns = self._forecast.expected_ns(batch)
         num_decoding = batch.num_decoding
-        if not (loads or stores or fetches or cancels or flushes or held or rewritten or self.book.num_held):
+        wants_report = bool(self.book.num_held) or self._wants_hand_outs
+        if not (loads or stores or fetches or cancels or released or flushes or held or rewritten or wants_report):
             return self._quiet_orders(batch.num_tokens, num_decoding, weights, expected_ns)
         return StepOrders(
             loads=loads,
             stores=stores,
             fetches=fetches,
             cancels=cancels,
+            released=released,
             flushes=flushes,
             num_tokens=batch.num_tokens,
             num_decoding=num_decoding,
             held_blocks=held,
             held_is_known=True,
             rewritten_blocks=rewritten,
-            wants_report=bool(self.book.num_held),
+            wants_report=wants_report,
             weights=weights,
             expected_ns=expected_ns,
         )
@@ -262,10 +268,12 @@ class SchedulerSide:
     def step_done(self, output: Any, report: StepReport | None) -> None:
         """Takes the workers' report in and settles what `output` (vLLM's KVConnectorOutput) reports to the engine.
 
-        `finished_recving` keeps what may be passed on, and `finished_sending` gains the held requests of which nothing
-        is in flight any more; vLLM acts on both right after this call.
+        `finished_recving` keeps what may be passed on and gains what may run by forecast, and `finished_sending` gains
+        the held requests of which nothing is in flight any more; vLLM acts on both right after this call, and makes the
+        next step behind it.
         """
         if report is None and not output.finished_recving and not output.invalid_block_ids:
+            self._release_by_forecast(output)
             self._pass_on_freed(output)
             return
         if report is not None:
@@ -278,6 +286,9 @@ class SchedulerSide:
             self.objects.take_in(report)
         if output.finished_recving:
             output.finished_recving = self.book.received(output.finished_recving) or None
+            if self._auto is not None:
+                for name in output.finished_recving or ():
+                    self._auto.released(name)
         new_bad: set[int] = set()
         for number, end in (report.loads if report is not None else {}).items():
             work = self.book.ended(number, end)
@@ -288,7 +299,29 @@ class SchedulerSide:
             self._bad_blocks |= new_bad
         if (new_bad or output.invalid_block_ids) and self._rules.evict_on_error:
             self._evict(self._blocks.behind(new_bad | set(output.invalid_block_ids or ())))
+        self._release_by_forecast(output)
         self._pass_on_freed(output)
+
+    def _release_by_forecast(self, output: Any) -> None:
+        """Requests join the next step by forecast; what a worker's look finds is known a step later."""
+        for name in self._may_join():
+            number = self.book.release(name)
+            if number is None:
+                continue
+            if self._auto is not None:
+                self._auto.released(name)
+            self._released.append(number)
+            output.finished_recving = {*(output.finished_recving or ()), name}
+            self.metrics.count("released_by_forecast")
+
+    @property
+    def _wants_hand_outs(self) -> bool:
+        """Whether somebody could be released by forecast when a step's outputs come, be they empty."""
+        return self._auto is not None and self._auto.has_parked
+
+    def _may_join(self) -> Sequence[str]:
+        """Parked requests that may join the next step although no rank has said so; their loads were ordered before."""
+        return self._auto.handed_out() if self._auto is not None else ()
 
     def _pass_on_freed(self, output: Any) -> None:
         freed = self.book.take_freed()

@@ -99,7 +99,7 @@ class WorkerLoads:
             self._computed_ns = now_ns - self._began_ns
         self._began_ns, self._orders = now_ns, orders
         if self.is_quiet and not (orders.loads or orders.cancels):
-            return
+            return  # whatever was released has ended
         self._turns.step_begins(orders)
         self._hooked.clear()
         self._replayed = False
@@ -108,6 +108,8 @@ class WorkerLoads:
         self.bad_blocks -= orders.rewritten_blocks - self._undrained()
         for number in orders.cancels:
             self.cancel(number)
+        for number in orders.released:
+            self._let_run(number, now_ns)
         for order in orders.loads:
             self.begin(order, now_ns)
         readable = (load for load in self._loads.values() if load.released and load.may_be_read_by(orders))
@@ -130,6 +132,20 @@ class WorkerLoads:
         load.reported = order.joins_step
         self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
         self._loads[order.number] = load
+
+    def _let_run(self, number: int, now_ns: int) -> None:
+        """The scheduler side has let the load's request run: steps wait for it from here on.
+
+        The next look reports it received all the same, once on every rank, as whoever adds the ranks up expects.
+        """
+        load = self._loads.get(number)
+        if load is not None and not load.released:
+            load.released = True
+            self._note_release(load, now_ns, early=True)
+
+    def _note_release(self, load: Load, now_ns: int, *, early: bool) -> None:
+        self._metrics.observe("release_ns", now_ns - load.ordered_ns)
+        self._metrics.count("released_early", early)
 
     def _captured_wait(self, orders: StepOrders) -> None:
         """Graphs that this step may replay wait for its released loads inside."""
@@ -252,17 +268,17 @@ class WorkerLoads:
     def _report(self, load: Load, transfer: Arriving | None, ended: bool, found: Polled) -> None:
         if load.reported:
             return
-        if not ended and (load.failed or load.cancelled or transfer is None or not self._may_run(load, transfer)):
-            return
-        if not load.failed and not load.cancelled and self._turns.is_left(load, self._loads.values()):
-            return
+        if not load.released:  # else the scheduler side has let it run
+            if not ended and (load.failed or load.cancelled or transfer is None or not self._may_run(load, transfer)):
+                return
+            if not load.failed and not load.cancelled:
+                if self._turns.is_left(load, self._loads.values()):
+                    return
+                self._note_release(load, time.monotonic_ns(), early=not ended)
         load.reported = load.released = True
         found.received.add(load.order.request)
         if load.failed:
             found.failed.add(load.order.request)
-        elif not load.cancelled:
-            self._metrics.observe("release_ns", time.monotonic_ns() - load.ordered_ns)
-            self._metrics.count("released_early", not ended)
 
     def _may_run(self, load: Load, transfer: Arriving) -> bool:
         if self._hooks_bypassed or self._several_groups:

@@ -65,6 +65,15 @@ class LoadLedger:
         """How long the link is taken by what was submitted before."""
         return max(0, self._free_ns(now_ns) - now_ns)
 
+    def window_ns(self, number: int) -> tuple[int, int]:
+        """The instants between which the link carries that load, as forecast.
+
+        Raises:
+            KeyError: a load that is not under way.
+        """
+        load = self._open[number]
+        return load.landed_ns - load.load_ns, load.landed_ns
+
     def behind_ns(self, number: int, now_ns: int) -> int:
         """How long the link is busy with others once that load has landed."""
         load = self._open.get(number)
