@@ -1,0 +1,68 @@
+"""Speculative decoding that needs no KV of its own, beside loads that are released early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.replays import GRAPHS, HIT, OWN
+
+pytestmark = pytest.mark.skipif(
+    find_spec("numba") is None, reason="vLLM finds n-grams by numba, which is not installed here"
+)
+P = prompt(HIT + OWN)  # most tokens of an answer are somewhere in it, and draft what follows there
+NEW = 24
+
+
+@pytest.fixture(scope="module")
+def drafting(tiny_llama: Path) -> Iterator[LiveEngine]:
+    live = LiveEngine(
+        tiny_llama,
+        {**GRAPHS, "layers_per_slice": 1, "host_pool_gib": 0.1, "chunk_tokens": 64, "load_timeout_s": 300},
+        paced=True,
+        num_gpu_blocks_override=40,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 1,
+            "prompt_lookup_max": 2,
+        },
+    )
+    yield live
+    live.close()
+
+
+def test_what_was_loaded_answers_right_while_drafts_are_verified(
+    drafting: LiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed = drafting.stored(P, NEW)
+    ordered, drafts = drafting.side.step_orders, []
+
+    def step_orders(output: Any) -> Any:
+        drafts.extend(output.scheduled_spec_decode_tokens.values())
+        return ordered(output)
+
+    monkeypatch.setattr(drafting.side, "step_orders", step_orders)
+    drafting.add("r1", P, NEW)
+    drafting.release("r1")
+    with drafting.landing_on_demand() as waited:
+        answer = drafting.finish("r1")[0]
+    assert answer.same(computed)
+    assert answer.cached == HIT
+    assert waited
+    assert len(drafts) > 3
+
+
+def test_a_load_that_fails_in_its_step_is_reported_in_that_step(drafting: LiveEngine) -> None:
+    drafting.stored(P, NEW)
+    drafting.fail_at(2)
+    drafting.add("r1", P, NEW)
+    drafting.release("r1")
+    drafting.fail_next(drafting.load_of("r1"))
+    answer = drafting.finish("r1")[0]
+    assert (answer.reason, answer.tokens) == ("error", ())
