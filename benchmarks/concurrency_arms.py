@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -10,6 +10,15 @@ BASELINE: Final = "chunk_bounded"
 """The arm that runs twice a round; the figures are taken against the better of the chunk-major arms."""
 
 CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
+CHUNK_MAJOR_FULL: Final = ("chunk_full_graphs", "chunk_deep_full_graphs")
+"""The same where decoding steps replay full graphs, as they do by the engine's and the connector's defaults."""
+
+
+def chunk_major_of(arms: Collection[str]) -> tuple[str, str]:
+    """The chunk-major forms, bounded and deep, that a cell with such arms is judged by."""
+    return CHUNK_MAJOR if BASELINE in arms or CHUNK_MAJOR_FULL[0] not in arms else CHUNK_MAJOR_FULL
+
+
 DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
 """Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
 AHEAD: Final[dict[str, Any]] = {"in_flight_mb": 768, "staging_mib": 1024}
@@ -46,6 +55,7 @@ def _layerwise(order: str = "fifo", release: str = "first", **more: Any) -> dict
 _CHUNK: Final = {"layers_per_slice": 0, "release": "whole"}
 _AUTO: Final = {"layers_per_slice": "auto"}
 _NO_TURNS: Final[dict[str, Any]] = {"turn_mib": 0}
+_BEFORE: Final[dict[str, Any]] = {"full_graphs": "before"}
 ARMS: Final[dict[str, Arm]] = {
     arm.name: arm
     for arm in (
@@ -83,9 +93,14 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("auto_prefill_graphs", _AUTO, graphs="prefill"),
         Arm("chunk_full_graphs", _CHUNK, graphs="full"),
         Arm("chunk_deep_full_graphs", {**_CHUNK, **DEEP}, graphs="full"),
-        Arm("fifo_full_graphs", _layerwise(full_graphs="before"), graphs="full"),
-        Arm("sync_full_graphs", {"use_layerwise": True, "full_graphs": "before"}, graphs="full"),
-        Arm("auto_full_graphs", {**_AUTO, "full_graphs": "before"}, graphs="full"),
+        Arm("interleaved_full_graphs", _layerwise("round_robin", **_BEFORE), graphs="full"),
+        Arm("fifo_full_graphs", _layerwise(**_BEFORE), graphs="full"),
+        Arm("jit_full_graphs", _layerwise(release="jit:step", **_BEFORE), graphs="full"),
+        Arm("shortest_full_graphs", _layerwise("shortest_remaining", **_BEFORE), graphs="full"),
+        Arm("sync_full_graphs", {"use_layerwise": True, **_BEFORE}, graphs="full"),
+        Arm("auto_full_graphs", {**_AUTO, **_BEFORE}, graphs="full"),
+        Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
+        Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
         Arm("recompute_full_graphs", None, repeats=2, counted_requests=2, graphs="full"),
         Arm("peer_offloading", {}),
         Arm("peer_simple", {}),
@@ -95,6 +110,7 @@ ARMS: Final[dict[str, Arm]] = {
 
 DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("slices of all requests in turn, instead of one request after another", "fifo_first", "interleaved_first"),
+    ("the same with full graphs", "fifo_full_graphs", "interleaved_full_graphs"),
     ("everything enqueued at the device at once", "fifo_first", "fifo_deep_first"),
     (
         "768 MB enqueued instead of 55: the model runner does not stop for what is not enqueued",
@@ -106,10 +122,12 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
     ("the same, of a chunk-major load", "chunk_bounded", "chunk_no_turns"),
     ("a chunk-major load enqueued at once", "chunk_bounded", "chunk_deep"),
+    ("the same with full graphs", "chunk_full_graphs", "chunk_deep_full_graphs"),
     ("interleaved, at once, and no turns: together", "fifo_first", "interleaved_deep_no_turns"),
     ("release with the last slice: what it does not overlap and a step's wait", "fifo_first", "fifo_whole"),
     ("slices instead of chunks, released alike", "chunk_bounded", "fifo_whole"),
     ("release just in time: fewer shared stalls", "fifo_first", "fifo_jit"),
+    ("the same with full graphs", "fifo_full_graphs", "jit_full_graphs"),
     ("release with the eighth layer", "fifo_first", "fifo_first8"),
     ("release with the sixteenth layer", "fifo_first", "fifo_first16"),
     ("the whole batch stands from the request's admission on", "fifo_first", "sync"),

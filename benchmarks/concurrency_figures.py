@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from concurrency_arms import BASELINE, CHUNK_MAJOR
+from concurrency_arms import chunk_major_of
 from concurrency_rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
-
-OPENING: Final = BASELINE
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +93,7 @@ def is_flawed(row: Row) -> bool:
     counters = row["counters"]
     if any(counters.get(name) for name in ("loads_failed", "wait_timeouts", "hook_bypasses", "stores_dropped")):
         return True
-    if row["arm"] == "recompute":
+    if row["arm"].startswith("recompute"):
         return any(request["cached"] for request in row["requests"])
     cell = row["cell"]
     shapes = cell["mix"] or [[cell["hit"], cell["new"]]]
@@ -123,9 +121,9 @@ def figures_of(rows: Iterable[Row]) -> dict[str, CellFigures]:
 def _cell(every: Mapping[str, list[Row]]) -> CellFigures:
     arms = kept(every)
     figures = {name: _arm(rows, len(every[name]) - len(rows)) for name, rows in arms.items()}
-    chunk_major: list[str] = [name for name in CHUNK_MAJOR if name in figures]
+    chunk_major = [name for name in chunk_major_of(figures) if name in figures]
     baseline = min(chunk_major or sorted(figures), key=lambda name: figures[name].ttft.value)
-    drift = drift_of([ttft_ms(row) for row in in_time(arms.get(OPENING, ()))])
+    drift = drift_of([ttft_ms(row) for row in in_time(arms.get(chunk_major_of(figures)[0], ()))])
     transfer, prefill = _transfer_and_prefill_ms(arms)
     cell = next(iter(arms.values()))[0]["cell"]
     return CellFigures(cell, figures, baseline, drift, transfer, prefill)
@@ -240,7 +238,7 @@ def _transfer_and_prefill_ms(arms: Mapping[str, Sequence[Row]]) -> tuple[float |
     """
     transfer: list[float] = []
     prefill: list[float] = []
-    for name in CHUNK_MAJOR:
+    for name in chunk_major_of(arms):
         for row in arms.get(name, ()):
             cell = row["cell"]
             if cell["mix"] or cell["miss_every"]:

@@ -86,27 +86,16 @@ def goals(
     """Every goal that the cells say something about."""
     lines = [line for what, name, goal in _TTFT for line in _ttft_lines(cells, what, name, goal)]
     lines += [line for cell in cells.values() for line in _ceiling_lines(cell)]
-    regrets = [
-        max(0.0, regret[0]) for cell in cells.values() if "auto" in cell.arms and (regret := regret_of(cell, "auto"))
-    ]
-    if regrets:
-        mean, largest = statistics.fmean(regrets), max(regrets)
-        reached = mean <= MEAN_REGRET and largest <= LARGEST_REGRET
-        lines.append(
-            Line(
-                f"auto's regret in {len(regrets)} cells",
-                f"mean ≤ {MEAN_REGRET:.0%}, any ≤ {LARGEST_REGRET:.0%}",
-                f"mean {mean:.1%}, largest {largest:.1%}",
-                "reached" if reached else "missed",
-            )
-        )
-    for figure, what, sign in (
-        ("ttft", "auto's time to first token over chunk-major's", 1),
-        ("requests_per_s", "auto's throughput over chunk-major's", -1),
-        ("e2e", "auto's end-to-end latency over chunk-major's, 50 tokens", 1),
-    ):
-        chosen = [cell for cell in cells.values() if figure != "e2e" or cell.cell["output"] == 50]
-        lines += _never_worse(chosen, figure, what, sign)
+    for arm in ("auto", "auto_full_graphs"):
+        lines += _regret_lines(cells, arm)
+        for figure, what, sign in (
+            ("ttft", f"{arm}'s time to first token over chunk-major's", 1),
+            ("ttft", f"{arm}'s time to first token over recomputation's", 1),
+            ("requests_per_s", f"{arm}'s throughput over chunk-major's", -1),
+            ("e2e", f"{arm}'s end-to-end latency over chunk-major's, 50 tokens", 1),
+        ):
+            chosen = [cell for cell in cells.values() if figure != "e2e" or cell.cell["output"] == 50]
+            lines += _never_worse(chosen, arm, figure, what, sign)
     lines += _bystander_lines(cells.values())
     if verdicts:
         wrong = {arm: verdict.wrong for (_cell, arm), verdict in verdicts.items() if verdict.wrong}
@@ -127,8 +116,27 @@ def goals(
     return lines
 
 
+def _regret_lines(cells: Mapping[str, CellFigures], arm: str) -> Iterable[Line]:
+    found = {
+        name: (max(0.0, regret[0]), regret[1])
+        for name, cell in cells.items()
+        if arm in cell.arms and (regret := regret_of(cell, arm))
+    }
+    if not found:
+        return
+    mean = statistics.fmean(regret for regret, _best in found.values())
+    name, (largest, best) = max(found.items(), key=lambda item: item[1])
+    worst = f" in {name} ({best})" if largest else ""
+    yield Line(
+        f"{arm}'s regret in {len(found)} cells",
+        f"mean ≤ {MEAN_REGRET:.0%}, any ≤ {LARGEST_REGRET:.0%}",
+        f"mean {mean:.1%}, largest {largest:.1%}{worst}",
+        "reached" if mean <= MEAN_REGRET and largest <= LARGEST_REGRET else "missed",
+    )
+
+
 def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: float) -> Iterable[Line]:
-    for cell_name in (name, f"{name}_graphs", f"{name}_full_graphs"):
+    for cell_name in (name, *(f"{name}_{kind}" for kind in ("graphs", "full_graphs", "full", "piecewise"))):
         cell = cells.get(cell_name)
         if cell is None:
             continue
@@ -182,14 +190,14 @@ def _ceiling_lines(cell: CellFigures) -> Iterable[Line]:
         )
 
 
-def _never_worse(cells: Iterable[CellFigures], figure: str, what: str, sign: int) -> Iterable[Line]:
-    """One line over all cells: by how much `auto` is worse where it is worst, and whether any of it is shown."""
+def _never_worse(cells: Iterable[CellFigures], arm: str, figure: str, what: str, sign: int) -> Iterable[Line]:
+    """One line over all cells: by how much the arm is worse where it is worst, and whether any of it is shown."""
     found: list[tuple[float, str, bool]] = []
     for cell in cells:
-        base = baseline_of(cell, "auto")
-        if "auto" not in cell.arms or base is None:
+        base = _recomputing(cell, arm) if "recomputation" in what else baseline_of(cell, arm)
+        if arm not in cell.arms or base is None:
             continue
-        change = change_of(getattr(cell.arms["auto"], figure), getattr(cell.arms[base], figure), cell.drift)
+        change = change_of(getattr(cell.arms[arm], figure), getattr(cell.arms[base], figure), cell.drift)
         found.append((sign * change.value, str(cell.cell["name"]), change.shown))
     if not found:
         return
@@ -202,14 +210,16 @@ def _never_worse(cells: Iterable[CellFigures], figure: str, what: str, sign: int
     yield Line(f"{what}, {len(found)} cells", "never worse", f"worst {sign * worst[0]:+.1%} in {worst[1]}", state)
 
 
+def _recomputing(cell: CellFigures, arm: str) -> str | None:
+    alike = (name for name in cell.arms if name.startswith("recompute") and graphs_of(name) == graphs_of(arm))
+    return next(alike, None)
+
+
 def _bystander_lines(cells: Iterable[CellFigures]) -> Iterable[Line]:
     for cell in cells:
-        base = baseline_of(cell, "auto")
-        if base is None or cell.arms[base].bystander_tpot is None:
-            continue
         for arm in sorted(cell.arms):
-            mine = cell.arms[arm].bystander_tpot
-            if arm == base or mine is None or arm.startswith(("chunk", "recompute")):
+            base, mine = baseline_of(cell, arm), cell.arms[arm].bystander_tpot
+            if base is None or mine is None or arm.startswith(("chunk", "recompute")):
                 continue
             change = change_of(mine, cell.arms[base].bystander_tpot, cell.drift)  # type: ignore[arg-type]
             rate = cell.arms[arm].requests_per_s.value / cell.arms[base].requests_per_s.value - 1

@@ -16,7 +16,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from concurrency_arms import BASELINE, CHUNK_MAJOR
+from concurrency_arms import chunk_major_of
 
 Row = Mapping[str, Any]
 LARGEST_ERROR: Final = 0.02
@@ -146,13 +146,14 @@ def not_shown_yet(arms: Mapping[str, Sequence[Row]], wanted: Sequence[str]) -> s
         if not name.startswith("recompute")
         and (mean is None or mean.repeats < FEWEST_REPEATS or mean.relative_error > _WANTED * LARGEST_ERROR)
     }
-    bounded, deep = (means.get(name) for name in CHUNK_MAJOR)
+    opening, other = chunk_major_of(have)
+    bounded, deep = means.get(opening), means.get(other)
     if bounded is not None and deep is not None and max(bounded.repeats, deep.repeats) >= FEWEST_REPEATS:
-        worse = CHUNK_MAJOR[bounded.value < deep.value]
-        if abs(bounded.value - deep.value) > 3 * math.hypot(bounded.error, deep.error) and worse != BASELINE:
-            wide.discard(worse)
-    if BASELINE in have:
-        drift = drift_of([ttft_ms(row) for row in in_time(have[BASELINE])])
+        sure = abs(bounded.value - deep.value) > 3 * math.hypot(bounded.error, deep.error)
+        if sure and bounded.value < deep.value:
+            wide.discard(other)
+    if opening in have:
+        drift = drift_of([ttft_ms(row) for row in in_time(have[opening])])
         if drift > _WANTED * LARGEST_DRIFT:
-            wide.add(BASELINE)
+            wide.add(opening)
     return wide

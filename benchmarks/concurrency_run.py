@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from closed_loop import Served, serve, while_others_decode
-from concurrency_cells import BASELINE, GROUPS, Arm, Cell, Group
+from concurrency_arms import chunk_major_of
+from concurrency_cells import Arm, Cell, Group
+from concurrency_groups import GROUPS
 from concurrency_rules import host_us, is_slow, not_shown_yet, ttft_ms
 
 SCHEMA_VERSION = 1
@@ -41,10 +43,11 @@ def round_of(cell: Cell, arms: dict[str, Arm], number: int, seed: int) -> list[s
     Arms that have run as often as they may are left out.
     """
     rng = random.Random(f"{seed} {cell.name} {number // 2}")
-    others = [name for name in cell.arms if name != BASELINE]
+    opening = chunk_major_of(cell.arms)[0]
+    others = [name for name in cell.arms if name != opening]
     rng.shuffle(others)
     half = (len(others) + 1) // 2
-    first = [BASELINE] if BASELINE in cell.arms else []
+    first = [opening] if opening in cell.arms else []
     order = [*first, *others[:half], *(first if others[half:] else []), *others[half:]]
     if number % 2:
         order.reverse()
@@ -206,12 +209,13 @@ class Run:
             return []
         seen = self.seen[cell.name]
         counts = {name: len(seen[name]) for name in cell.arms}
-        begun = max((count for arm, count in counts.items() if arm != BASELINE), default=0) // 2 * 2
+        opening = chunk_major_of(cell.arms)[0]
+        begun = max((count for arm, count in counts.items() if arm != opening), default=0) // 2 * 2
         plan: list[str] = []
         for number in (begun, begun + 1):
             order = round_of(cell, self.arms, number, self.asked.seed)
             for name in order:
-                if name in {BASELINE, *wanted} and counts[name] < cell.most_repeats * order.count(name):
+                if name in {opening, *wanted} and counts[name] < cell.most_repeats * order.count(name):
                     plan.append(name)
                     counts[name] += 1
         return plan

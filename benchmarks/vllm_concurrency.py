@@ -32,7 +32,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from concurrency_cells import ARMS, BASELINE, GROUPS, Arm, Cell, Group, joined
+from concurrency_arms import ARMS, chunk_major_of
+from concurrency_cells import Arm, Cell, Group, joined
+from concurrency_groups import GROUPS
 from concurrency_run import Run
 
 from lamella.cuda_ext.commit import commit_of
@@ -112,7 +114,9 @@ def main() -> int:
     cells = [
         dataclasses.replace(
             cell,
-            arms=tuple(name for name in cell.arms if not wanted_arms or name in (BASELINE, *wanted_arms)),
+            arms=tuple(
+                name for name in cell.arms if not wanted_arms or name in (chunk_major_of(cell.arms)[0], *wanted_arms)
+            ),
             repeats=asked.repeats or cell.repeats,
             most_repeats=asked.repeats or cell.most_repeats,
         )

@@ -83,8 +83,27 @@ def test_the_ceilings_share_is_asked_only_where_transfer_and_prefill_are_alike()
 def test_regret_is_against_the_best_other_arm_and_never_negative() -> None:
     good = run("a", {"chunk_bounded": 100, "fifo_first": 60, "auto": 50})
     bad = run("b", {"chunk_bounded": 100, "fifo_first": 50, "auto": 55})
-    assert said([*good, *bad])["auto's regret in 2 cells"] == ("mean 5.0%, largest 10.0%", "missed")
+    assert said([*good, *bad])["auto's regret in 2 cells"] == ("mean 5.0%, largest 10.0% in b (fifo_first)", "missed")
     assert said(good)["auto's regret in 1 cells"] == ("mean 0.0%, largest 0.0%", "reached")
+
+
+def test_what_auto_does_with_full_graphs_is_told_apart_and_beside_arms_with_full_graphs() -> None:
+    full = run(
+        "a", {"chunk_full_graphs": 100, "fifo_full_graphs": 50, "auto_full_graphs": 60, "recompute_full_graphs": 50}
+    )
+    mixed = run(
+        "b", {"chunk_bounded": 100, "fifo_first": 20, "auto": 20, "fifo_full_graphs": 60, "auto_full_graphs": 60}
+    )
+    found = said([*full, *mixed])
+    assert found["auto_full_graphs's regret in 2 cells"] == (
+        "mean 10.0%, largest 20.0% in a (recompute_full_graphs)",
+        "missed",
+    )
+    assert found["auto's regret in 1 cells"] == ("mean 0.0%, largest 0.0%", "reached")
+    assert found["auto_full_graphs's time to first token over recomputation's, 1 cells"] == (
+        "worst +20.0% in a",
+        "missed in a",
+    )
 
 
 def test_never_worse_names_the_cells_in_which_it_is() -> None:

@@ -11,7 +11,9 @@ from typing import Any
 
 import concurrency_run
 import pytest
-from concurrency_cells import ARMS, BASELINE, DIFFERENCES, GROUPS, Arm, Cell, Group, joined
+from concurrency_arms import ARMS, BASELINE, DIFFERENCES, chunk_major_of
+from concurrency_cells import Arm, Cell, Group, joined
+from concurrency_groups import GROUPS
 from concurrency_rules import drift_of, kept, not_shown_yet
 from concurrency_run import Run, round_of, rows_in
 from vllm_concurrency import shrunk
@@ -260,3 +262,14 @@ def test_an_arm_of_few_requests_still_has_some_that_count() -> None:
     cell = Cell("c", concurrency=4, hit=256, new=8, requests=14)
     assert cell.requests_of(ARMS["recompute"]) == 6
     assert cell.requests_of(ARMS["auto"]) == 14
+
+
+def test_a_cell_with_full_graphs_alone_opens_each_half_of_a_round_with_their_chunk_major_form() -> None:
+    arms = ("chunk_full_graphs", "chunk_deep_full_graphs", "fifo_full_graphs", "auto_full_graphs")
+    cell = dataclasses.replace(CELL, arms=arms)
+    assert chunk_major_of(arms) == ("chunk_full_graphs", "chunk_deep_full_graphs")
+    assert chunk_major_of((BASELINE, *arms)) == (BASELINE, "chunk_deep")
+    order = round_of(cell, ARMS, 0, 1)
+    assert order[0] == arms[0]
+    assert order.count(arms[0]) == 2
+    assert set(order) == set(arms)

@@ -1,0 +1,311 @@
+"""The cells of vllm_concurrency.py by group, in the order in which they matter."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from concurrency_arms import BASELINE, CHUNK_MAJOR_FULL
+from concurrency_cells import Cell, Group
+
+_FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
+_FOUR: Final = (BASELINE, "interleaved_first", "fifo_first", "auto")
+_ALONE: Final = (
+    BASELINE, "chunk_deep", "fifo_first", "fifo_jit", "fifo_ahead", "fifo_value", "sync", "sync_ahead", "auto",
+    "auto_ahead", "chunk_prefill_graphs", "auto_prefill_graphs", "recompute",
+)  # fmt: skip
+"""One request at a time: there is nobody to interleave with, and no other order."""
+_ALL: Final = (
+    BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "fifo_jit", "shortest_first", "sync", "auto",
+    "auto_ahead", "recompute",
+)  # fmt: skip
+
+_REQUESTS: Final = {1: 6, 2: 12, 4: 16, 8: 28, 16: 44}
+_PREFILL_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
+"""Steps of one or two prefills of the middle cells and some that decode beside them."""
+
+
+def _closed(concurrency: int, hit: int, new: int, **more: Any) -> Cell:
+    name = f"c{concurrency}_hit{hit}_new{new}_chunk{more.get('chunk', 256)}"
+    requests = more.pop("requests", _REQUESTS[concurrency])
+    return Cell(name, concurrency, hit, new, requests, **more)
+
+
+def _named(cell: Cell, suffix: str, **changes: Any) -> Cell:
+    return dataclasses.replace(cell, name=f"{cell.name}_{suffix}", **changes)
+
+
+_CORE: Final = (
+    _closed(4, 15_360, 768, arms=_ALL),
+    _closed(1, 15_360, 768, arms=_ALONE, repeats=3),
+    _closed(8, 15_360, 768, arms=(*_FEW, "auto_ahead", "recompute"), repeats=3),
+    *(_closed(4, 15_360, new, arms=(*_FEW, "recompute"), repeats=3) for new in (256, 2048)),
+    *(
+        _closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"), repeats=3)
+        for new in (256, 1536, 2048)
+    ),
+)
+_ORIGINAL_REQUESTS: Final = {1: 4, 4: 11, 8: 20}
+_ORIGINAL: Final = tuple(
+    _closed(
+        concurrency,
+        hit,
+        new,
+        chunk=chunk,
+        width=width,
+        output=50,
+        requests=_ORIGINAL_REQUESTS[concurrency],
+        arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute")
+        if concurrency == 1
+        else (*_FEW, "recompute"),
+        repeats=3,
+    )
+    for hit, new, chunk, width in ((12_288, 2_866, 4096, 1), (14_336, 818, 2048, 8))
+    for concurrency in (4, 1, 8)
+)
+_TWO: Final = (BASELINE, "chunk_deep", "fifo_first", "auto")
+_FULL_GRAPHS: Final = ("chunk_full_graphs", "fifo_full_graphs", "auto_full_graphs")
+_FULL_FEW: Final = (*CHUNK_MAJOR_FULL, "interleaved_full_graphs", "fifo_full_graphs", "auto_full_graphs")
+_FULL_FOUR: Final = (CHUNK_MAJOR_FULL[0], *_FULL_FEW[2:])
+_FULL_ALONE: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "sync_full_graphs", "auto_full_graphs")
+_RECOMPUTE: Final = "recompute_full_graphs"
+_MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
+_ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
+_EIGHT: Final = dataclasses.replace(_CORE[2], arms=_FEW)
+_RANKS_ARMS: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
+_ONE_THING: Final = (
+    BASELINE, "fifo_first", "interleaved_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "chunk_deep",
+    "interleaved_deep_no_turns", "fifo_whole", "fifo_jit", "fifo_first8", "fifo_width8", "fifo_width32", "fifo_thread",
+    "fifo_value",
+)  # fmt: skip
+_ONE_THING_ALONE: Final = (
+    BASELINE, "fifo_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "fifo_whole", "fifo_width8",
+    "fifo_thread",
+)  # fmt: skip
+
+
+def _peer(arm: str, connector: str) -> Group:
+    """The three middle cells by one of vLLM's own connectors, which store whatever they see."""
+    cells = tuple(
+        dataclasses.replace(cell, arms=(arm,), stores=True, repeats=6, most_repeats=6) for cell in (*_CORE[:3],)
+    )
+    return Group(cells, peer=connector)
+
+
+def _by_default(cells: Sequence[Cell], arms: Mapping[int, tuple[str, ...]], repeats: int = 3) -> tuple[Cell, ...]:
+    """The cells as engine and connector run them by their defaults, decoding steps by full graphs.
+
+    Args:
+        cells: with whatever arms.
+        arms: by concurrency.
+        repeats: rounds that run whatever they show.
+    """
+    return tuple(_named(cell, "full", arms=arms[cell.concurrency], repeats=repeats) for cell in cells)
+
+
+_FULL_ARMS: Final = {
+    1: (*_FULL_ALONE, _RECOMPUTE),
+    4: (*_FULL_FEW, _RECOMPUTE),
+    8: (*_FULL_FEW, _RECOMPUTE),
+}
+_PIECEWISE: Final = tuple(_named(cell, "piecewise", arms=_FEW, repeats=3) for cell in (_CORE[0], _CORE[2], _CORE[1]))
+
+GROUPS: Final[dict[str, Group]] = {
+    "full": Group(
+        (
+            _named(
+                _CORE[0],
+                "full",
+                arms=(*_FULL_FEW, "jit_full_graphs", "shortest_full_graphs", "sync_full_graphs", _RECOMPUTE),
+                repeats=3,
+            ),
+            *_by_default((_CORE[2], _CORE[1], _CORE[4], _CORE[3], *_CORE[5:]), _FULL_ARMS),
+        ),
+        full_graphs=True,
+    ),
+    "full_original": Group(_by_default(_ORIGINAL, _FULL_ARMS), full_graphs=True),
+    "piecewise": Group(_PIECEWISE, full_graphs=True),
+    "full_extra": Group(
+        (
+            _named(
+                _CORE[0],
+                "bystanders_full",
+                bystanders=8,
+                arms=(*_FULL_FOUR, "auto_heavy_full_graphs"),
+                repeats=3,
+                most_repeats=6,
+            ),
+            _named(
+                _CORE[0],
+                "out50_full",
+                output=50,
+                requests=14,
+                arms=(*_FULL_FOUR, "auto_light_full_graphs", "auto_heavy_full_graphs"),
+                repeats=2,
+                most_repeats=5,
+            ),
+            _named(_CORE[2], "out50_full", output=50, requests=22, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            _named(_CORE[0], "tier5_full", tier_gb_per_s=5.0, requests=6, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            _named(
+                _CORE[0], "tier20_full", tier_gb_per_s=20.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=6
+            ),
+            _named(_closed(16, 15_360, 768, requests=36), "full", arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            _named(_CORE[0], "open_full", rate_per_s=9.0, requests=16, arms=_FULL_FOUR, repeats=2, most_repeats=6),
+            _named(
+                _CORE[0],
+                "mixed_full",
+                mix=((15_360, 768), (4_096, 256), (8_192, 2_048), (15_360, 256)),
+                requests=20,
+                arms=(*_FULL_FOUR, "shortest_full_graphs"),
+                repeats=2,
+                most_repeats=6,
+            ),
+            _named(
+                _CORE[0],
+                "misses_full",
+                miss_every=2,
+                stores=True,
+                requests=10,
+                arms=_FULL_FOUR,
+                repeats=2,
+                most_repeats=4,
+            ),
+            _named(_CORE[0], "out128_full", output=128, requests=8, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            _named(_closed(2, 15_360, 768), "full", arms=_FULL_FOUR, repeats=2, most_repeats=6),
+            *(
+                _named(_closed(concurrency, 4_096, 256), "full", arms=_FULL_FOUR, repeats=2, most_repeats=6)
+                for concurrency in (4, 1)
+            ),
+        ),
+        full_graphs=True,
+    ),
+    "core": Group(_CORE, prefill_graphs=_PREFILL_GRAPHS),
+    "original": Group(_ORIGINAL),
+    "finding": Group(
+        (
+            _named(_MIDDLE, "finding", arms=_ONE_THING, repeats=2, most_repeats=8),
+            _named(_ONE, "finding", arms=_ONE_THING_ALONE, repeats=2, most_repeats=6),
+        )
+    ),
+    "graphs": Group(
+        (
+            _named(
+                _ONE,
+                "graphs",
+                arms=(
+                    BASELINE,
+                    "fifo_first",
+                    "auto",
+                    *(f"{arm}_prefill_graphs" for arm in ("chunk", "fifo", "sync", "auto")),
+                ),
+                repeats=3,
+            ),
+            _named(
+                _MIDDLE,
+                "graphs",
+                arms=(BASELINE, "fifo_first", *(f"{arm}_prefill_graphs" for arm in ("chunk", "fifo", "auto"))),
+                repeats=2,
+            ),
+        ),
+        prefill_graphs=_PREFILL_GRAPHS,
+    ),
+    "extra": Group(
+        (
+            _named(
+                _MIDDLE,
+                "bystanders",
+                bystanders=8,
+                arms=(BASELINE, "fifo_first", "fifo_jit", "auto", "auto_heavy"),
+                repeats=3,
+            ),
+            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=6, arms=_FOUR, repeats=2, most_repeats=4),
+            _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, arms=_FOUR, repeats=2, most_repeats=6),
+            _named(
+                _MIDDLE,
+                "out50",
+                output=50,
+                requests=14,
+                arms=(BASELINE, "fifo_first", "auto", "auto_light", "auto_heavy", "fifo_first16"),
+                repeats=2,
+            ),
+            _named(_EIGHT, "out50", output=50, requests=22, arms=(BASELINE, "fifo_first", "auto"), repeats=2),
+            _closed(16, 15_360, 768, requests=36, arms=_FOUR, repeats=2),
+            _named(_MIDDLE, "open", rate_per_s=9.0, requests=16, arms=_FOUR, repeats=2),
+            _named(
+                _MIDDLE,
+                "mixed",
+                mix=((15_360, 768), (4_096, 256), (8_192, 2_048), (15_360, 256)),
+                requests=20,
+                arms=(*_FOUR, "shortest_first"),
+                repeats=2,
+            ),
+            _named(
+                _MIDDLE,
+                "misses",
+                miss_every=2,
+                stores=True,
+                requests=10,
+                arms=(BASELINE, "fifo_first", "auto"),
+                repeats=2,
+                most_repeats=6,
+            ),
+            _named(_MIDDLE, "out128", output=128, requests=8, arms=_FOUR, repeats=2, most_repeats=6),
+            _named(_MIDDLE, "stores", stores=True, arms=(BASELINE, "fifo_first", "auto"), repeats=2, most_repeats=6),
+            _closed(2, 15_360, 768, arms=_FOUR, repeats=2),
+            *(_closed(8, 15_360, new, arms=_FOUR, repeats=2) for new in (256, 2048)),
+            *(_closed(concurrency, 4_096, 256, arms=_FOUR, repeats=2) for concurrency in (4, 1)),
+        )
+    ),
+    "chunks": Group(
+        tuple(
+            _closed(concurrency, 12_288, 768, chunk=chunk, arms=_FEW, repeats=3)
+            for chunk in (1024, 4096)
+            for concurrency in (4, 1)
+        ),
+        documents=12,
+    ),
+    "long": Group(
+        (
+            _closed(1, 65_536, 1_024, requests=4, arms=_FEW),
+            _closed(2, 65_536, 1_024, requests=6, arms=_FEW, repeats=3),
+            _closed(2, 32_768, 1_024, requests=8, arms=_FEW),
+            _closed(1, 32_768, 256, requests=6, arms=_FEW),
+        ),
+        documents=5,
+        document_tokens=65_536,
+    ),
+    "no_prefix_caching": Group(
+        tuple(_named(cell, "no_prefix_caching", arms=_FEW, repeats=3) for cell in _CORE[:2]), prefix_caching=False
+    ),
+    "no_async": Group(
+        tuple(
+            _named(cell, "no_async", arms=(BASELINE, "fifo_first", "sync", "auto", "auto_ahead"), repeats=3)
+            for cell in _CORE[:2]
+        ),
+        engine_options={"async_scheduling": False},
+    ),
+    "full_graphs": Group(
+        tuple(
+            _named(cell, "full_graphs", arms=arms, repeats=3)
+            for cell, arms in (
+                (_CORE[0], (*_FEW, "fifo_jit", *_FULL_GRAPHS, "recompute_full_graphs")),
+                (_CORE[1], (*_TWO, "sync", *_FULL_GRAPHS, "sync_full_graphs")),
+                (_CORE[2], (*_TWO, *_FULL_GRAPHS)),
+                (_ORIGINAL[0], (*_TWO, *_FULL_GRAPHS)),
+                (_CORE[4], _TWO),
+                (_CORE[3], _TWO),
+            )
+        ),
+        full_graphs=True,
+    ),
+    "two_gpus": Group(
+        tuple(
+            _named(_closed(concurrency, 15_360, 768, arms=_RANKS_ARMS, repeats=2, **more), "two_gpus")
+            for concurrency, more in ((4, {"requests": 12}), (1, {"requests": 5}), (8, {"requests": 20}))
+        ),
+        documents=12,
+    ),
+    "peer_offloading": _peer("peer_offloading", "OffloadingConnector"),
+    "peer_simple": _peer("peer_simple", "SimpleCPUOffloadConnector"),
+}
