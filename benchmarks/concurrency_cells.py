@@ -1,4 +1,4 @@
-"""Cells of vllm_concurrency.py, and groups of them that one engine runs; which there are is in concurrency_groups.py."""
+"""Cells of vllm_concurrency.py, and groups of them that one engine runs; which there are: concurrency_groups.py."""
 
 from __future__ import annotations
 

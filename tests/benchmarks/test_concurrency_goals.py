@@ -96,7 +96,7 @@ def test_what_auto_does_with_full_graphs_is_told_apart_and_beside_arms_with_full
     )
     found = said([*full, *mixed])
     assert found["auto_full_graphs's regret in 2 cells"] == (
-        "mean 10.0%, largest 20.0% in a (recompute_full_graphs)",
+        "mean 10.0%, largest 20.0% in a (fifo_full_graphs)",
         "missed",
     )
     assert found["auto's regret in 1 cells"] == ("mean 0.0%, largest 0.0%", "reached")
