@@ -34,7 +34,7 @@ TIE: Final = 0.003
 """Costs this close are equal; then the arm that comes first in `Arm`'s order is taken."""
 BYSTANDER_WEIGHT: Final = 0.3
 """Below it decoding requests pay visibly for others' first tokens; above it first tokens come later than chunk-major's
-in some regimes. Source: tests/sim/test_auto_grid.py draws the line."""
+in some regimes. Source: the closed loops of benchmarks/auto_regret.py."""
 
 
 class AutoPolicy:
@@ -129,15 +129,15 @@ class AutoPolicy:
         """
         if min(view.load_tokens, view.new_tokens) < 1 or view.cached_tokens < view.load_tokens:
             raise ValueError(f"a choice needs a hit and new tokens behind it, got {view}")
-        if min(view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns) < 0 or not (
-            0 <= view.bystanders <= view.decoding
-        ):
+        times = (view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns, view.release_lag_ns)
+        if min(times) < 0 or not 0 <= view.bystanders <= view.decoding:
             raise ValueError(f"times and counts must be at least 0, got {view}")
         first_ns, prefill_ns = self.prefill_ns(view.cached_tokens, view.new_tokens, correction)
         free_ns = view.engine_wait_ns + view.queued_ns
         ahead = _chain(free_ns, view.waiting)  # when each of those that wait is done, if nothing joins
         behind_ns = ahead[-1] if ahead else free_ns
-        look_ns = (self._poll_ns if view.idle and not view.decoding else view.step_ns) // 2
+        poll_ns = (self._poll_ns if view.idle and not view.decoding else view.step_ns) // 2
+        look_ns = poll_ns + view.release_lag_ns  # from a landing to the start of the step that it lets begin
         hurt = self._weight * view.decoding
         wire_ns = self.wire_ns(view.load_tokens) * correction.wire
         whole_ns = view.link_wait_ns + round(wire_ns) + self.slice_ns
@@ -145,7 +145,7 @@ class AutoPolicy:
 
         found: list[Prediction] = []
         if can.early and least < self.num_layers:
-            found.append(self._early(view, wire_ns, first_ns, prefill_ns, behind_ns, look_ns, hurt, least))
+            found.append(self._early(view, wire_ns, first_ns, prefill_ns, behind_ns, poll_ns, hurt, least))
         if can.sync and least < self.num_layers:
             found.append(self._sync(view, wire_ns, first_ns, prefill_ns, ahead, hurt, least))
         ttft = max(whole_ns + look_ns, behind_ns) + prefill_ns
@@ -167,19 +167,21 @@ class AutoPolicy:
         first_ns: int,
         prefill_ns: int,
         behind_ns: int,
-        look_ns: int,
+        poll_ns: int,
         hurt: float,
         least: int,
     ) -> Prediction:
         """Slices of the best width, released with the first or just in time, whichever costs less."""
-        start_ns = behind_ns - view.link_wait_ns  # from the load's first byte
+        look_ns = poll_ns + view.release_lag_ns
+        begin_ns = max(behind_ns, view.engine_wait_ns + view.queued_ns + view.release_lag_ns)
+        start_ns = begin_ns - view.link_wait_ns  # from the load's first byte
         width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, look_ns, least, len(view.waiting))
         begun_ns = max(start_ns, landed_ns + look_ns)
         stall_ns = max(0, done_ns - begun_ns - first_ns)
-        extra_ns = min(hurt * stall_ns, float(look_ns)) if hurt else 0.0  # waits for a later poll where that is cheaper
+        extra_ns = min(hurt * stall_ns, float(poll_ns)) if hurt else 0.0  # waits for a later poll where that is cheaper
         ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
-        if hurt and hurt * stall_ns > look_ns:
-            ttft += look_ns
+        if hurt and hurt * stall_ns > poll_ns:
+            ttft += poll_ns
             extra_ns = 0.0
         return Prediction(Arm.EARLY, width, ttft, round(ttft + extra_ns + hurt * prefill_ns))
 
@@ -193,13 +195,16 @@ class AutoPolicy:
         hurt: float,
         least: int,
     ) -> Prediction:
-        """In the next step: everybody who decodes, and every load released meanwhile, stands until this one landed."""
+        """In the next step: everybody who decodes, and every load released meanwhile, stands until this one landed.
+
+        Until the step starts the engine computes for them: only what the first layer lands later than that is idle.
+        """
         start_ns = view.engine_wait_ns + view.queued_ns - view.link_wait_ns
         width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, None, least, len(view.waiting))
         ttft = view.link_wait_ns + done_ns + prefill_ns - first_ns
         stall_ns = max(0, done_ns - start_ns - first_ns)
         others_ns = _delay(ttft, view.waiting, ahead)
-        idle_ns = view.decoding * max(0, view.link_wait_ns + landed_ns)  # in which nobody gains anything
+        idle_ns = view.decoding * max(0, landed_ns - start_ns)  # in which nobody gains anything
         return Prediction(Arm.SYNC, width, ttft, round(ttft + others_ns + idle_ns + hurt * (stall_ns + prefill_ns)))
 
     def _off(self, view: AutoView, correction: Correction, ahead: Sequence[int], hurt: float) -> Prediction:
@@ -216,13 +221,16 @@ class AutoPolicy:
     ) -> tuple[int | tuple[int, ...], int, int]:
         """(width, end of the prefill's first step, landing of the first slice), from the load's first byte on.
 
+        Of those that cost least within `TIE` the narrowest: its first layer lands soonest, should the engine be free
+        before it is expected to be.
+
         Args:
             start_ns: when the engine could begin; may be negative.
             look_ns: from a landing until the engine looks; None if it does not wait for the first slice.
             company: loads that wait now. As many are taken to come behind this one, and each slice delays them all.
         """
         layers, fixed = self.num_layers, self.slice_ns
-        best: tuple[float, int | tuple[int, ...], int, int] | None = None
+        tried: list[tuple[float, int | tuple[int, ...], int, int]] = []
         for width, slices in self._schedules:
             if slices[0] < least or slices[-1] < least:
                 continue
@@ -234,11 +242,11 @@ class AutoPolicy:
                     reached = max(float(start_ns), landed if look_ns is None else landed + look_ns)
                 done += part
                 reached = max(reached, landed) + first_ns * part / layers
-            cost = reached + company * fixed * len(slices)
-            if best is None or cost < best[0]:
-                best = (cost, width, round(reached), round(first_landed))
-        assert best is not None, "all layers in one slice are always wide enough"
-        return best[1], best[2], best[3]
+            tried.append((reached + company * fixed * len(slices), width, round(reached), round(first_landed)))
+        assert tried, "all layers in one slice are always wide enough"
+        least_cost = min(one[0] for one in tried)
+        chosen = next(one for one in tried if one[0] <= least_cost + TIE * abs(least_cost))
+        return chosen[1:]
 
     def _num_slices(self, width: int | tuple[int, ...]) -> int:
         return next(len(slices) for known, slices in self._schedules if known == width)

@@ -50,6 +50,8 @@ class AutoView:
         bystanders: those of them whose own hit was not loaded.
         step_ns: length of a step in which only they do.
         idle: whether the engine computes nothing, so that it looks every idle poll.
+        release_lag_ns: from the look or hand-out that lets a request run to the start of its step, while the engine
+            computes a step for others; 0 where steps follow each other.
     """
 
     load_tokens: int
@@ -63,6 +65,7 @@ class AutoView:
     bystanders: int = 0
     step_ns: int = 0
     idle: bool = True
+    release_lag_ns: int = 0
 
 
 class Prediction(NamedTuple):

@@ -22,7 +22,7 @@ class StallPrice(NamedTuple):
         others: those who gain nothing by the link being busy.
         readers: those who come back to the link when they are done.
         busy_ns: how long the link has other loads to carry. A stall of half of that costs readers nothing: they would
-            only queue there the earlier. Source: the closed loops of tests/sim/test_auto_grid.py, in which all of it
+            only queue there the earlier. Source: the closed loops of benchmarks/auto_regret.py, in which all of it
             cost throughput and none of it cost time to first token.
     """
 

@@ -171,6 +171,7 @@ class AheadEngine(Engine):
         for job in self._known:
             scheduler.release(job, now)
         self._known.clear()
+        self._release_at_hand_out()
         cost_ns = 0
         asking, self._unsubmitted = self._unsubmitted, []
         for job in asking:
@@ -191,6 +192,14 @@ class AheadEngine(Engine):
             cost_ns += self._overheads.order_ns
         self._joined = any(chunk.first_token == 0 for _, chunk in made.taken)
         self._clock.at(now + self._takes_ns(cost_ns), Phase.FORM, lambda: self._begin_pass(made))
+
+    def _release_at_hand_out(self) -> None:
+        """What the scheduler lets run by itself, knowing all that was reported, in the pass that it makes now."""
+
+    def _begun_loads(self) -> list[Job]:
+        """Those that wait for a load that began in an earlier pass."""
+        starting = set(map(id, self._starting))
+        return [job for job in self._scheduler.waiting.values() if job.transfer is not None and id(job) not in starting]
 
     def _takes_ns(self, mean_ns: int) -> int:
         """How long the thread takes this time for what takes it so long in the mean."""

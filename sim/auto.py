@@ -10,10 +10,11 @@ from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
-from lamella.reference.release import StallPrice, waits_its_turn
+from lamella.reference.hand_out import CandidateLoad, released_at_hand_out
+from lamella.reference.release import StallPrice, Whole, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
 from lamella.sim.ahead import AheadEngine
-from lamella.sim.engine import Engine
+from lamella.sim.engine import Engine, by_layer
 from lamella.sim.requests import Job
 from lamella.sim.steps import RunningStep
 
@@ -99,9 +100,19 @@ class AutoEngine(Engine):
             waiting=self._ledger.waiting(now),
             decoding=decoding,
             bystanders=self._bystanders(),
-            step_ns=self._compute.decode_ns(decoding, scheduler.context_tokens, 1) if decoding else 0,
+            step_ns=self._decode_ns(),
             idle=not decoding,
+            release_lag_ns=self._release_lag_ns(),
         )
+
+    def _release_lag_ns(self) -> int:
+        """From a release to the start of its step, in an engine that computes a step for others meanwhile."""
+        return 0
+
+    def _decode_ns(self) -> int:
+        """A step of those who decode now; 0 if nobody does."""
+        decoding = self._scheduler.decode_batch
+        return self._compute.decode_ns(decoding, self._scheduler.context_tokens, 1) if decoding else 0
 
     def _stall_price(self, job: Job) -> StallPrice:
         bystanders = self._bystanders()
@@ -116,12 +127,9 @@ class AutoEngine(Engine):
 
     def _release_instants(self, away_ns: int) -> list[tuple[Job, int]]:
         """As the release says; but one after another, where sharing a step would cost more."""
-        scheduler, budget, now = self._scheduler, self._settings.token_budget, self._clock.now_ns
-        unfinished = scheduler.unfinished()
-        taken = sum(tokens for _, tokens in unfinished) + scheduler.decode_batch
-        full = budget is not None and taken >= budget  # released or not, nobody else is in the next step
-        found = super()._release_instants(0 if full else away_ns)
-        prefills, fixed_ns = len(unfinished), self._policy.step_fixed_ns(self.correction)
+        scheduler, now = self._scheduler, self._clock.now_ns
+        found = super()._release_instants(0 if self._is_full() else away_ns)
+        prefills, fixed_ns = len(scheduler.unfinished()), self._policy.step_fixed_ns(self.correction)
         instants: list[tuple[Job, int]] = []
         for index, (job, instant_ns) in enumerate(found):
             held = False
@@ -132,6 +140,12 @@ class AutoEngine(Engine):
                 prefills += not held
             instants.append((job, now + 1 if held else instant_ns))
         return instants
+
+    def _is_full(self) -> bool:
+        """Whether, released or not, nobody else is in the next step."""
+        scheduler, budget = self._scheduler, self._settings.token_budget
+        taken = sum(tokens for _, tokens in scheduler.unfinished()) + scheduler.decode_batch
+        return budget is not None and taken >= budget
 
     # ---- what is observed
 
@@ -166,7 +180,40 @@ class AutoEngine(Engine):
 
 
 class AutoAheadEngine(AutoEngine, AheadEngine):
-    """The same in an engine that schedules ahead."""
+    """The same in an engine that schedules ahead.
+
+    Its scheduler hears of a worker's look a pass late, so it releases by forecast itself, just before it schedules.
+    """
+
+    def _release_lag_ns(self) -> int:
+        return self._decode_ns() or self._settings.idle_poll_ns
+
+    def _release_at_hand_out(self) -> None:
+        now, scheduler = self._clock.now_ns, self._scheduler
+        coming = [] if self._is_full() else [job for job in self._begun_loads() if not job.due]
+        jobs, loads = [], []
+        for job, landings in self._loads.forecast(coming) if coming else ():
+            layers = job.request.load.slice_layers
+            tokens = scheduler.first_chunk_tokens(job)
+            compute_ns, _ = self._policy.prefill_ns(job.request.cached_tokens, tokens, self.correction)
+            release = self._release if len(layers) > 1 else Whole()  # as it was chosen: one slice is chunk-major
+            jobs.append(job)
+            loads.append(CandidateLoad(by_layer(landings, layers), compute_ns, release, self._stall_price(job)))
+        released = released_at_hand_out(
+            loads,
+            now_ns=now,
+            start_delay_ns=self._engine_wait_ns(),
+            step_ns=self._release_lag_ns(),
+            decoding=scheduler.decode_batch,
+            prefills=len(scheduler.unfinished()),
+            step_fixed_ns=self._policy.step_fixed_ns(self.correction),
+        )
+        for index in released:
+            job = jobs[index]
+            job.due = True
+            job.ready_ns = now
+            self._ledger.joined(job.sequence)
+            scheduler.release(job, now)
 
     def _forecast_layers_ns(self, job: Job, tokens: int) -> tuple[int, ...]:
         compute_ns, _ = self._policy.prefill_ns(job.request.cached_tokens, tokens, self.correction)

@@ -14,6 +14,7 @@ The rules are those of `lamella.reference.timeline`, with decoding added; here t
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from operator import attrgetter
 
 from lamella.reference.release import ReleaseView, StallPrice
@@ -24,6 +25,15 @@ from lamella.sim.requests import Job
 from lamella.sim.settings import OnLoadFailure, SubmitAt
 from lamella.sim.step_runner import StepRunner
 from lamella.sim.steps import RunningStep
+
+
+def by_layer(landings: Sequence[int], slice_layers: Sequence[int]) -> tuple[int, ...]:
+    """Per layer, the landing of its slice.
+
+    >>> by_layer([10, 20], [1, 3])
+    (10, 20, 20, 20)
+    """
+    return tuple(landing for landing, layers in zip(landings, slice_layers, strict=True) for _ in range(layers))
 
 
 class Engine(StepRunner):
@@ -110,7 +120,7 @@ class Engine(StepRunner):
         now = self._clock.now_ns
         layers = gate.land(part, now)
         all_landed = layers == gate.num_layers
-        if part == 0 and job.first_started_ns < 0:
+        if part == 0 and not job.preemptions:  # with a start delay it may land between the release and the start
             job.first_layer_ns = now
         if all_landed and (job.first_started_ns < 0 or job.all_landed_ns <= job.first_started_ns):
             job.all_landed_ns = now
@@ -250,12 +260,9 @@ class Engine(StepRunner):
         instants: list[tuple[Job, int]] = []
         for job, landings in self._loads.forecast(coming) if coming else ():
             tokens = self._scheduler.first_chunk_tokens(job)
-            arrival_ns: list[int] = []  # by layer
-            for landing, layers in zip(landings, job.request.load.slice_layers, strict=True):
-                arrival_ns += [landing] * layers
             view = ReleaseView(
                 now_ns=self._clock.now_ns,
-                arrival_ns=tuple(arrival_ns),
+                arrival_ns=by_layer(landings, job.request.load.slice_layers),
                 layer_compute_ns=self._forecast_layers_ns(job, tokens),
                 start_delay_ns=self._settings.start_delay_ns,
                 step_ns=away_ns,

@@ -56,6 +56,13 @@ def test_just_in_time_starts_so_that_the_last_layer_is_met() -> None:
     assert JustInTime().release_ns(view) == 11
 
 
+def test_a_release_counts_what_will_have_landed_when_its_step_starts() -> None:
+    """The first layer lands at 10, and the step starts 7 after the release; whoever needs no forecast sees it land."""
+    view = ReleaseView(0, (10, 20, 30), (50, 50, 50), start_delay_ns=7, stall=StallPrice(0))
+    policies = (JustInTime(), JustInTime(100), WeighedRelease(), First())
+    assert [policy.release_ns(view) for policy in policies] == [3, 3, 3, 10]
+
+
 def test_just_in_time_is_first_layer_release_where_computing_is_slower_than_the_wire() -> None:
     view = ReleaseView(now_ns=0, arrival_ns=(10, 20, 30), layer_compute_ns=(50, 50, 50))
     assert JustInTime().release_ns(view) == 10
@@ -100,8 +107,9 @@ def test_a_dearer_stall_never_releases_earlier(view: ReleaseView, busy_ns: int) 
 
 
 @given(views(), st.sampled_from(POLICIES))
-def test_nothing_is_released_before_its_first_layer_landed(view: ReleaseView, policy: ReleasePolicy) -> None:
-    assert view.arrival_ns[0] <= policy.release_ns(view)
+def test_nothing_is_released_to_start_before_its_first_layer_landed(view: ReleaseView, policy: ReleasePolicy) -> None:
+    starts_ns = policy.release_ns(view) + (view.start_delay_ns if policy.needs_forecast else 0)
+    assert view.arrival_ns[0] <= starts_ns
 
 
 @given(views(), st.sampled_from(POLICIES), st.integers(0, 3), NS)
@@ -119,8 +127,7 @@ def test_a_layer_that_lands_earlier_never_releases_later(
 def test_just_in_time_alone_never_stalls_and_a_nanosecond_earlier_would(view: ReleaseView) -> None:
     released = JustInTime().release_ns(view)
     assert stall_ns(view, released) == 0
-    if released > view.arrival_ns[0]:
-        assert stall_ns(view, released - 1) == 1
+    assert stall_ns(view, released - 1) == 1
 
 
 @given(views(), NS)
