@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
+from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.shared_memory import HostMemory
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
@@ -28,6 +30,8 @@ from lamella.server.worker import Worker
 
 WAIT_S = 20.0
 POISON = 0xA5
+HERE, THERE = range(16), tuple(range(20, 36))[::-1]
+"""Block tables: of what is stored, and of where it is to go."""
 CHUNK, BLOCK, HEADS, DIM = 8, 4, 2, 8
 
 
@@ -194,6 +198,12 @@ def until(worker: Worker, found: Callable[[Report], bool], timeout_s: float = WA
     raise TimeoutError(f"nothing of the kind within {timeout_s} s: {[r for r in reports if r != Report()]}")
 
 
+def engine_of(worker: Worker) -> TransferEngine:
+    """The engine in the worker's process; there is one where the worker itself moves the bytes."""
+    assert worker.engine is not None
+    return worker.engine
+
+
 def store(worker: Worker, memory: RankMemory, keys: Sequence[ChunkKey], table: Sequence[int]) -> None:
     """These chunks can be read by others."""
     memory.fill(keys, table)
@@ -222,3 +232,4 @@ def load(
 
 
 BOTH_SIDES = tuple(TransferSide)
+both_sides = pytest.mark.parametrize("side", BOTH_SIDES, ids=lambda side: side.value)

@@ -3,42 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from lamella.cuda_ext._library import LibraryMissingError
-from lamella.cuda_ext.engine import TransferEngine
+from engine_driver import ENGINE_MISSING
 from lamella.server.adapters import BlockTableClient, Finished, SlotMappedClient
 from lamella.server.connection import ServerLostError
 from lamella.server.moves import Line
 from lamella.server.protocol import Message, Retrieve, TransferSide
 from lamella.server.rank import RankOfEngine
-from rank_driver import BOTH_SIDES, RankMemory, ServerProcess, serving
+from rank_driver import RankMemory, ServerProcess, both_sides
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
 TOKENS = list(range(70))  # 8 chunks of 8, and a tail that is not stored
 HERE, THERE = list(range(18)), list(range(20, 38))
-both_sides = pytest.mark.parametrize("side", BOTH_SIDES, ids=lambda side: side.value)
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with serving(tmp_path / "s", "--memory", "4MiB") as process:
-        yield process
-
-
-@pytest.fixture
-def memory() -> Iterator[RankMemory]:
-    made = RankMemory(num_layers=4)
-    yield made
-    made.close()
+def num_layers() -> int:
+    return 4
 
 
 def _slots(blocks: list[int]) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ SHAPE = replace(MAIN_SHAPES[0], geometry=replace(MAIN_SHAPES[0].geometry, num_la
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with serving(tmp_path / "s", "--memory", "128MiB", "--models", "2") as process:
-        yield process
+def server_options() -> tuple[str, ...]:
+    return ("--memory", "128MiB", "--models", "2")
 
 
 def _bench(server: ServerProcess, **settings: Any) -> ServerBench:

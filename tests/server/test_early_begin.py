@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lamella.cuda_ext._library import LibraryMissingError
+from engine_driver import ENGINE_MISSING
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.transfer import Transfer
 from lamella.reference.plan import Direction
@@ -24,37 +23,15 @@ from lamella.server.moves import Line
 from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsReport
 from lamella.server.rank import RankOfEngine, Report
 from lamella.server.worker import Worker
-from rank_driver import RankMemory, ServerProcess, join, keys_of, load, serving, store, until
+from rank_driver import HERE, THERE, RankMemory, ServerProcess, engine_of, join, keys_of, load, store, until
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
-HERE, THERE = range(16), tuple(range(20, 36))[::-1]
 WAIT_S = 20.0
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with serving(tmp_path / "s", "--memory", "4MiB") as process:
-        yield process
-
-
-@pytest.fixture
-def memory() -> Iterator[RankMemory]:
-    made = RankMemory()
-    yield made
-    made.close()
-
-
-def _engine(worker: Worker) -> TransferEngine:
-    assert worker.engine is not None
-    return worker.engine
-
-
 def _windows(worker: Worker) -> int:
-    return _engine(worker).lane(Direction.RETRIEVE).windows
+    return engine_of(worker).lane(Direction.RETRIEVE).windows
 
 
 def _parts(worker: Worker) -> float:
@@ -124,15 +101,15 @@ def test_a_lookup_walks_the_way_of_a_load_once_and_only_where_nothing_is_loaded(
         before = _windows(worker)
         assert worker.lookup(keys).num_chunks == 0
         _until(lambda: _windows(worker) == before + 1, "one window without a byte")
-        _engine(worker).grant(Direction.STORE, 1 << 20)
+        engine_of(worker).grant(Direction.STORE, 1 << 20)
         store(worker, memory, keys, HERE)
         memory.poison()
         number, _locked = load(worker, keys, THERE)
-        _engine(worker).grant(Direction.RETRIEVE, 4)  # two lookups, and a first slice of two windows
+        engine_of(worker).grant(Direction.RETRIEVE, 4)  # two lookups, and a first slice of two windows
         until(worker, lambda report: "r" in report.received)
         worker.give_back(worker.lookup(keys))
-        assert _engine(worker).lane(Direction.RETRIEVE).live_transfers == 1, "a load is under way: nothing is cold"
-        _engine(worker).grant(Direction.RETRIEVE, 1 << 20)
+        assert engine_of(worker).lane(Direction.RETRIEVE).live_transfers == 1, "a load is under way: nothing is cold"
+        engine_of(worker).grant(Direction.RETRIEVE, 1 << 20)
         until(worker, lambda report: number in report.loads)
         assert memory.right_layers(keys, THERE) == list(range(32))
         assert memory.is_poisoned_outside(THERE)
@@ -166,7 +143,7 @@ def test_a_lookup_of_a_worker_whose_engine_has_stopped_is_answered(server: Serve
     with join(server.folder, memory) as worker:
         keys = keys_of(memory, range(64))
         store(worker, memory, keys, HERE)
-        _engine(worker).close()
+        engine_of(worker).close()
         found = worker.lookup(keys)
         assert found.num_chunks == len(keys)
         worker.give_back(found)

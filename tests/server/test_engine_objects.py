@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from engine_driver import ENGINE_MISSING
 from lamella.connector.cache_shapes import DescribedCaches
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
@@ -22,8 +23,6 @@ from lamella.connector.step_orders import Ended, StepOrders, StepReport
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.worker_loads import WorkerLoads
-from lamella.cuda_ext._library import LibraryMissingError
-from lamella.cuda_ext.engine import TransferEngine
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import KeySpace
 from lamella.reference.release import First
@@ -34,10 +33,7 @@ from lamella.server.engine_objects import ANSWER_S, EngineObjects
 from lamella.server.protocol import TransferSide
 from rank_driver import BLOCK, CHUNK, WAIT_S, RankMemory, ServerProcess, serving
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
 SPACE = KeySpace("small", "uint16", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, 8))
 HERE, THERE = tuple(range(1, 9)), tuple(range(20, 29))

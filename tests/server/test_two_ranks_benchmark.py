@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from lamella.cuda_ext._library import LibraryMissingError
-from lamella.cuda_ext.engine import TransferEngine
+from engine_driver import ENGINE_MISSING
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
 PROGRAM = Path(__file__).parents[2] / "benchmarks" / "server_two_ranks.py"
 

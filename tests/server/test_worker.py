@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine_driver import ENGINE_MISSING
 from lamella.connector.safety_rules import ALL_RULES
-from lamella.cuda_ext._library import LibraryMissingError
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.geometry import ObjectForm
@@ -22,36 +21,26 @@ from lamella.server.connection import ServerLostError
 from lamella.server.protocol import TransferSide
 from lamella.server.rank import RankOfEngine
 from lamella.server.worker import Worker
-from rank_driver import BOTH_SIDES, RankMemory, ServerProcess, join, keys_of, load, serving, store, until
+from rank_driver import (
+    HERE,
+    THERE,
+    RankMemory,
+    ServerProcess,
+    both_sides,
+    engine_of,
+    join,
+    keys_of,
+    load,
+    serving,
+    store,
+    until,
+)
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
-HERE, THERE = range(16), tuple(range(20, 36))[::-1]
 PACED: dict[str, Any] = {
     "engine_options": {"paced": True, "window_bytes": 2048, "staging_bytes": 8192, "in_flight_bytes": 4096}
 }
-both_sides = pytest.mark.parametrize("side", BOTH_SIDES, ids=lambda side: side.value)
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with serving(tmp_path / "s", "--memory", "4MiB") as process:
-        yield process
-
-
-@pytest.fixture
-def memory() -> Iterator[RankMemory]:
-    made = RankMemory()
-    yield made
-    made.close()
-
-
-def _engine(worker: Worker) -> TransferEngine:
-    assert worker.engine is not None
-    return worker.engine
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 8, 32, (1, 1, 2, 4), 0], ids=str)
@@ -109,7 +98,7 @@ def test_a_load_behind_a_prefix_that_the_engine_has_leaves_that_prefix_alone(
 def test_a_released_request_drains_with_its_future_unresolved(server: ServerProcess, memory: RankMemory) -> None:
     """B7, B12: what chunk-major cannot reach."""
     with join(server.folder, memory, **PACED) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         number, _locked = load(worker, keys, THERE)
         for _ in range(20):
@@ -167,7 +156,7 @@ def test_each_layer_of_a_step_waits_for_what_was_released_whoever_is_in_the_batc
 ) -> None:
     """REL-2. The step's own batch holds none of the load's blocks."""
     with join(server.folder, memory, **PACED) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 2)
@@ -185,7 +174,7 @@ def test_without_the_wait_the_same_step_reads_what_has_not_landed(server: Server
     """The control of the test above."""
     rules = replace(ALL_RULES, wait_for_released=False)
     with join(server.folder, memory, rules=rules, **PACED) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 2)
@@ -199,7 +188,7 @@ def test_without_the_wait_the_same_step_reads_what_has_not_landed(server: Server
 
 def test_a_load_that_was_not_released_holds_nobody_back(server: ServerProcess, memory: RankMemory) -> None:
     with join(server.folder, memory, **PACED) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         load(worker, keys, THERE)
         began = time.monotonic()
@@ -220,7 +209,7 @@ def test_a_wait_that_reaches_its_bound_fails_that_load_in_the_same_step_by_block
 ) -> None:
     """SAFE-3, SAFE-5: and in every later step whose batch holds one of the blocks, until they are computed anew."""
     with join(server.folder, memory, wait_timeout_s=0.1, **PACED) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         number, _locked = load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 2)
@@ -265,7 +254,7 @@ def test_an_abort_in_the_middle_leaves_the_blocks_alone_once_it_has_ended(
 ) -> None:
     """SAFE-1: until the end is reported the blocks may still be written; from then on never."""
     with join(server.folder, memory, **PACED) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         number, _locked = load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 6)
@@ -355,7 +344,7 @@ def test_a_transfer_that_outlives_the_lease_keeps_its_objects(tmp_path: Path, me
         serving(tmp_path / "s", "--memory", "1MiB", "--lease", "2s") as server,
         join(server.folder, memory, **PACED) as worker,
     ):
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         number, _locked = load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 2)
@@ -432,7 +421,7 @@ def test_a_server_killed_in_the_middle_costs_a_failed_load_within_its_bound(tmp_
 
 def test_a_copy_of_the_workers_own_survives_the_server(server: ServerProcess, memory: RankMemory) -> None:
     with join(server.folder, memory, **(PACED | {"call_timeout_s": 0.5})) as worker:
-        engine = _engine(worker)
+        engine = engine_of(worker)
         keys = _stored(worker, memory, engine)
         number, locked = load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 2)

@@ -29,17 +29,13 @@ from typing import Any
 
 import pytest
 
-from lamella.cuda_ext._library import LibraryMissingError
-from lamella.cuda_ext.engine import TransferEngine
+from engine_driver import ENGINE_MISSING
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.protocol import Stats, StatsReport, TransferSide
 from rank_driver import CHUNK, ServerProcess
 from rank_process import BLOCKS, BLOCKS_A_CHUNK, GRANTED, LAYERS, RankProcess
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
 pytestmark = pytest.mark.slow
 PROMPTS, MOST_CHUNKS = 3, 4

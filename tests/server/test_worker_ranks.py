@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lamella.cuda_ext._library import LibraryMissingError
-from lamella.cuda_ext.engine import TransferEngine
+from engine_driver import ENGINE_MISSING
 from lamella.reference.plan import Direction
 from lamella.server.protocol import TransferSide
 from lamella.server.worker import Worker
-from rank_driver import CHUNK, RankMemory, ServerProcess, join, keys_of, load, serving, store, until
+from rank_driver import CHUNK, HERE, THERE, RankMemory, ServerProcess, join, keys_of, load, serving, store, until
 
-try:
-    TransferEngine("cpu", num_layers=1).close()
-except LibraryMissingError as _missing:
-    pytest.skip(str(_missing), allow_module_level=True)
-
-HERE, THERE = range(16), tuple(range(20, 36))[::-1]
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with serving(tmp_path / "s", "--memory", "8MiB") as process:
-        yield process
+def server_options() -> tuple[str, ...]:
+    return ("--memory", "8MiB")
 
 
 class Engine:
