@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from cache_driver import MemoryTier
-from lamella.connector.blend import Blender, Reuse, Rotation
+from lamella.connector.blend import Blended, Blender, Reuse, Rotation
 from lamella.connector.buffered import BufferedConnector
 from lamella.connector.cache_engine import CacheEngine
 from lamella.connector.storage.layer_buffers import LayerBuffers
@@ -250,3 +250,43 @@ class BlendingEngine:
 def random_tokens(seed: int, count: int) -> list[int]:
     """Token ids of one sequence; another seed gives another."""
     return np.random.default_rng([7, seed]).integers(0, VOCAB, count).tolist()
+
+
+NEAR = 1e-4
+ONE, TWO = random_tokens(1, 24), random_tokens(2, 16)
+SOME, MORE, LAST = random_tokens(3, 5), random_tokens(4, 3), random_tokens(5, 7)
+CASES = {
+    "a gap before, between and behind": ([*SOME, *ONE, *MORE, *TWO, *LAST], [Reuse(ONE, 5), Reuse(TWO, 32)]),
+    "in another order, named in any": ([*TWO, *ONE, *LAST], [Reuse(ONE, 16), Reuse(TWO, 0)]),
+    "one chunk twice": ([*ONE, *MORE, *ONE, *LAST], [Reuse(ONE, 0), Reuse(ONE, 27)]),
+    "out of the middle of what was stored": ([*MORE, *ONE[10:19], *LAST], [Reuse(ONE, 3, first=10, end=19)]),
+    "further to the front than before": ([*ONE[16:24], *LAST], [Reuse(ONE, 0, first=16)]),
+    "nothing behind the last reuse": ([*SOME, *ONE], [Reuse(ONE, 5)]),
+    "nothing but what was stored": (ONE, [Reuse(ONE, 0)]),
+    "nothing reused": ([*SOME, *LAST], []),
+}
+
+
+def blend(
+    run: BlendingEngine, tokens: Sequence[int], reuses: Sequence[Reuse], **options: Any
+) -> tuple[Blended, Any, list[int]]:
+    """(what it says, logits of the computed tokens, blocks), with nothing left held."""
+    blocks = np.random.default_rng(3).permutation(64)[: -(-len(tokens) // BLOCK)].tolist()
+    for kv in run.cache:
+        kv.fill_(torch.nan)
+    blended = run.blender(**options).blend(tokens, reuses, blocks)
+    assert run.references() == (0, 0, 0)
+    return blended, run.model.logits(blended.hidden).double(), blocks
+
+
+def apart(found: Any, expected: Any) -> float:
+    return float((found - expected).abs().max())
+
+
+def kv_apart(run: BlendingEngine, blocks: Sequence[int], expected: Any, num_tokens: int) -> float:
+    """Furthest that any layer's keys or values in the blocks are from those expected."""
+    return max(
+        apart(found.double(), one)
+        for layer, pair in enumerate(expected)
+        for found, one in zip(run.kv(layer, blocks, num_tokens), pair, strict=True)
+    )

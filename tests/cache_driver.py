@@ -26,6 +26,8 @@ from lamella.reference.keys import ChunkKey, KeySpace
 from lamella.reference.layout import ByteRange, EngineLayout, ObjectLayout, TensorView, engine_layout
 from lamella.reference.slices import plan_slices
 
+TOKENS = list(range(100, 116))  # 4 chunks
+HERE, THERE = list(range(8)), list(range(8, 16))
 WAIT_S = 10.0
 CHUNK, BLOCK, HEADS, DIM = 4, 2, 2, 3
 
@@ -208,3 +210,18 @@ def file_tier(folder: Path, num_layers: int = 3, kv: int = 2, form: ObjectForm =
 def advance(generator: Generator[Any, None, None], times: int) -> list[Any]:
     """The next yields."""
     return [next(generator) for _ in range(times)]
+
+
+def tiered(**options: Any) -> tuple[Deployment, MemoryTier]:
+    """A deployment with a tier behind its pool."""
+    tier = MemoryTier(0)
+    run = Deployment(tiers=[tier], **options)
+    tier.object_bytes = run.layout.object_bytes
+    return run, tier
+
+
+def only_in_tier(run: Deployment, tokens: list[int]) -> None:
+    """The sequence's objects are in the tier and no longer in the pool."""
+    run.store(tokens, HERE)
+    run.settle()
+    run.pool.discard(run.cache_engine.keys_of(tokens))

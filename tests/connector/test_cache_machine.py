@@ -7,7 +7,7 @@ object less than the longest sequence, the tier can go down, and a transfer can 
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,82 +22,15 @@ from lamella.connector.storage.circuit import CircuitBreaker, CircuitState, Guar
 from lamella.connector.storage.held_prefix import HeldPrefix
 from lamella.reference.keys import ChunkKey
 from lamella.reference.plan import Direction
+from pool_model import NUM_SLOTS, Object, PoolModel, Prefix
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
-MAX_CHUNKS, NUM_SLOTS, LAYERS, MAX_OPEN = 4, 3, 3, 2
+MAX_CHUNKS, LAYERS, MAX_OPEN = 4, 3, 2
 TABLE = MAX_CHUNKS * CHUNK // BLOCK
 POISON = 0xFFFF
 
 documents = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS)
-Prefix = tuple[int, ...]
-
-
-@dataclass
-class Object:
-    """What the model knows of an object in the pool."""
-
-    prefix: Prefix
-    pins: int = 0
-
-
-@dataclass
-class PoolModel:
-    """The pool in dictionaries: least recently used, counted pins, all or nothing."""
-
-    ready: dict[Prefix, Object] = field(default_factory=dict)
-    writing: set[Prefix] = field(default_factory=set)
-    zombies: list[Object] = field(default_factory=list)  # discarded while pinned
-    age: list[Prefix] = field(default_factory=list)  # unpinned and ready, oldest first
-
-    def pin(self, prefixes: list[Prefix]) -> list[Object]:
-        found = [self.ready[prefix] for prefix in prefixes]
-        for one in found:
-            one.pins += 1
-            if one.prefix in self.age:
-                self.age.remove(one.prefix)
-        return found
-
-    def unpin(self, objects: list[Object]) -> None:
-        for one in reversed(objects):
-            one.pins -= 1
-            if one.pins:
-                continue
-            if self.ready.get(one.prefix) is one:
-                self.age.append(one.prefix)
-            else:
-                self.zombies.remove(one)
-
-    def reserve(self, prefixes: list[Prefix]) -> list[Prefix] | None:
-        if len(prefixes) > NUM_SLOTS:
-            return None
-        missing = [one for one in prefixes if one not in self.ready and one not in self.writing]
-        free = NUM_SLOTS - len(self.ready) - len(self.writing) - len(self.zombies)
-        candidates = [one for one in self.age if one not in prefixes]
-        needed = max(0, len(missing) - free)
-        if needed > len(candidates):
-            return None
-        for victim in candidates[:needed]:
-            self.age.remove(victim)
-            del self.ready[victim]
-        self.writing.update(missing)
-        return missing
-
-    def commit(self, prefixes: list[Prefix]) -> None:
-        for prefix in reversed(prefixes):
-            self.writing.remove(prefix)
-            self.ready[prefix] = Object(prefix)
-            self.age.append(prefix)
-
-    def discard(self, prefixes: list[Prefix]) -> None:
-        for prefix in prefixes:
-            one = self.ready.pop(prefix, None)
-            if one is None:
-                continue
-            if prefix in self.age:
-                self.age.remove(prefix)
-            if one.pins:
-                self.zombies.append(one)
 
 
 @dataclass

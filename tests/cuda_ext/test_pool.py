@@ -1,37 +1,19 @@
-"""The host pool: leases, reservations, eviction, and a rule-based machine against plain dictionaries."""
+"""The host pool: leases, reservations, eviction."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from lamella.cuda_ext.pool import Backing, HostPool, PinnedObjects, Reservation
+from lamella.cuda_ext.pool import Backing, HostPool
 from lamella.cuda_ext.registration import NoRegistrar, RegistrationError
 from lamella.cuda_ext.slot_index import SlotIndex
 from lamella.cuda_ext.slots import SlotMemory
-from lamella.reference.geometry import KVGeometry, ObjectForm
-from lamella.reference.keys import ChunkKey
+from lamella.reference.geometry import ObjectForm
 from lamella.reference.layout import ObjectLayout
-
-LAYOUT = ObjectLayout.single(KVGeometry(2, 2, 2, 4, 2, chunk_tokens=16), block_tokens=4)
-
-
-def key(number: int) -> ChunkKey:
-    return ChunkKey(b"space", number.to_bytes(4, "little"), 16)
-
-
-def keys(*numbers: int) -> list[ChunkKey]:
-    return [key(number) for number in numbers]
-
-
-def fill(pool: HostPool, *numbers: int) -> tuple[int, ...]:
-    reservation = pool.reserve(keys(*numbers))
-    assert reservation is not None
-    reservation.commit()
-    return reservation.slots
+from pool_driver import LAYOUT, fill, key_of, keys
 
 
 @pytest.fixture
@@ -103,7 +85,7 @@ def test_two_reservations_never_wait_for_one_anothers_slots(pool: HostPool) -> N
     first.commit()
     second = pool.reserve(keys(4, 5))
     assert second is not None
-    assert second.evicted == (key(3),), "one slot was free, and the tail of a prefix goes first"
+    assert second.evicted == (key_of(3),), "one slot was free, and the tail of a prefix goes first"
     second.abandon()
 
 
@@ -120,7 +102,7 @@ def test_an_object_in_two_requests_stays_until_both_released_it(pool: HostPool) 
     second.release()
     reservation = pool.reserve(keys(5, 6, 7, 8))
     assert reservation is not None
-    assert reservation.evicted == (key(1),)
+    assert reservation.evicted == (key_of(1),)
     reservation.abandon()
 
 
@@ -142,7 +124,7 @@ def test_a_lease_is_on_every_object_or_on_none(pool: HostPool) -> None:
         pool.pin(keys(1, 9, 2))
     assert pool.report().occupancy.pins == 0
     with pool.pin_leading(keys(1, 9, 2)) as objects:
-        assert objects.keys == (key(1),)
+        assert objects.keys == (key_of(1),)
 
 
 @given(st.lists(st.integers(1, 6), max_size=6), st.lists(st.integers(1, 6), max_size=8))
@@ -181,8 +163,8 @@ def test_making_room_for_a_prefixs_tail_never_evicts_its_head(pool: HostPool) ->
     fill(pool, 8, 9)
     reservation = pool.reserve(keys(1, 2, 3, 4))
     assert reservation is not None
-    assert reservation.keys == (key(3), key(4))
-    assert set(reservation.evicted) == {key(8), key(9)}
+    assert reservation.keys == (key_of(3), key_of(4))
+    assert set(reservation.evicted) == {key_of(8), key_of(9)}
     reservation.commit()
     assert pool.leading_hits(keys(1, 2, 3, 4)) == 4
 
@@ -191,7 +173,7 @@ def test_keys_that_another_is_writing_are_left_to_it(pool: HostPool) -> None:
     first, second = pool.reserve(keys(1, 2)), pool.reserve(keys(1, 2, 3))
     assert first is not None
     assert second is not None
-    assert second.keys == (key(3),)
+    assert second.keys == (key_of(3),)
     first.commit()
     second.commit()
     third = pool.reserve(keys(1, 2, 3))
@@ -318,139 +300,3 @@ def test_threads_that_pin_reserve_and_evict_at_once_leave_a_pool_at_its_baseline
     now = pool.report().occupancy
     assert (now.pins, now.writing, now.free + now.ready) == (0, 0, 12)
     pool.close()
-
-
-class PoolMachine(RuleBasedStateMachine):
-    """The pool against dictionaries: who holds what, in which slot, and what may be evicted."""
-
-    reservations = Bundle("reservations")
-    leases = Bundle("leases")
-    NUM_SLOTS = 6
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.pool = HostPool(LAYOUT, self.NUM_SLOTS)
-        self.ready: dict[ChunkKey, int] = {}
-        self.writing: dict[ChunkKey, int] = {}
-        self.held: dict[int, int] = {}  # slot -> leases on it
-        self.bytes: dict[int, bytes] = {}
-        self.age: list[ChunkKey] = []  # of unpinned READY objects, oldest first
-        self.open: dict[object, Callable[[], None]] = {}  # what nobody ended yet, and how it ends
-
-    def _touch(self, key: ChunkKey) -> None:
-        if key in self.age:
-            self.age.remove(key)
-        if key in self.ready and not self.held.get(self.ready[key]):
-            self.age.append(key)
-
-    @rule(target=reservations, numbers=st.lists(st.integers(0, 11), min_size=1, max_size=NUM_SLOTS, unique=True))
-    def reserve(self, numbers: list[int]) -> object:
-        wanted = keys(*numbers)
-        missing = [key for key in wanted if key not in self.ready and key not in self.writing]
-        taken = set(self.ready.values()) | set(self.writing.values()) | set(self.held)
-        candidates = [key for key in self.age if key not in wanted]
-        needed = len(missing) - (self.NUM_SLOTS - len(taken))
-        reservation = self.pool.reserve(wanted)
-        if needed > len(candidates):
-            assert reservation is None, "POOL-3"
-            return None
-        assert reservation is not None
-        assert list(reservation.keys) == missing
-        assert list(reservation.evicted) == candidates[: max(0, needed)], "exactly what was needed, the oldest first"
-        for key in reservation.evicted:
-            self.age.remove(key)
-            taken.remove(self.ready.pop(key))
-        assert not taken & set(reservation.slots), "POOL-2"
-        for key, slot in zip(reservation.keys, reservation.slots, strict=True):
-            self.writing[key] = slot
-            self.bytes[slot] = key.prefix
-            self.pool.memory.buffer(slot)[:4] = key.prefix
-        self.open[reservation] = reservation.abandon
-        return reservation
-
-    @rule(reservation=consumes(reservations))
-    def commit(self, reservation: Reservation | None) -> None:
-        if reservation is None:
-            return
-        reservation.commit()
-        del self.open[reservation]
-        for key in reversed(reservation.keys):
-            self.ready[key] = self.writing.pop(key)
-            self._touch(key)
-
-    @rule(reservation=consumes(reservations))
-    def abandon(self, reservation: Reservation | None) -> None:
-        if reservation is None:
-            return
-        reservation.abandon()
-        del self.open[reservation]
-        for key in reservation.keys:
-            del self.writing[key]
-
-    @rule(target=leases, numbers=st.lists(st.integers(0, 11), max_size=4, unique=True))
-    def pin(self, numbers: list[int]) -> object:
-        wanted = keys(*numbers)
-        if not set(wanted) <= set(self.ready):
-            with pytest.raises(KeyError):
-                self.pool.pin(wanted)
-            return None
-        lease = self.pool.pin(wanted)
-        assert list(lease.slots) == [self.ready[key] for key in wanted]
-        for key in wanted:
-            self.held[self.ready[key]] = self.held.get(self.ready[key], 0) + 1
-            self._touch(key)
-        self.open[lease] = lease.release
-        return lease
-
-    @rule(lease=consumes(leases), twice=st.booleans())
-    def release(self, lease: PinnedObjects | None, twice: bool) -> None:
-        if lease is None:
-            return
-        lease.release()
-        del self.open[lease]
-        if twice:
-            lease.release()
-        for key, slot in reversed(list(zip(lease.keys, lease.slots, strict=True))):
-            self.held[slot] -= 1
-            if not self.held[slot]:
-                del self.held[slot]
-                if self.ready.get(key) == slot:
-                    self._touch(key)
-
-    @precondition(lambda self: self.ready)
-    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=2))
-    def discard(self, numbers: list[int]) -> None:
-        self.pool.discard(keys(*numbers))
-        for key in keys(*numbers):
-            if self.ready.pop(key, None) is not None and key in self.age:
-                self.age.remove(key)
-
-    @invariant()
-    def every_slot_is_free_or_holds_one_object(self) -> None:
-        now = self.pool.report().occupancy
-        discarded = set(self.held) - set(self.ready.values())
-        owned = [*self.ready.values(), *self.writing.values(), *discarded]
-        assert len(owned) == len(set(owned)), "POOL-1"
-        assert now.free == self.NUM_SLOTS - len(owned)
-        assert (now.writing, now.ready) == (len(self.writing), len(self.ready))
-        assert (now.pinned, now.pins) == (len(self.held), sum(self.held.values())), "POOL-4"
-
-    @invariant()
-    def what_is_found_is_what_was_committed(self) -> None:
-        for number in range(12):
-            assert self.pool.leading_hits(keys(number)) == (key(number) in self.ready)
-
-    @invariant()
-    def held_bytes_are_untouched(self) -> None:
-        for slot in [*self.held, *self.ready.values()]:
-            assert bytes(self.pool.memory.buffer(slot)[:4]) == self.bytes[slot], "POOL-2"
-
-    def teardown(self) -> None:
-        for end in self.open.values():
-            end()
-        now = self.pool.report().occupancy
-        assert (now.pins, now.writing) == (0, 0), "POOL-4"
-        self.pool.close()
-
-
-TestPoolMachine = PoolMachine.TestCase

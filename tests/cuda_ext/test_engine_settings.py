@@ -1,0 +1,107 @@
+"""What an engine is made with, and the structures that Python and the native library share."""
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from engine_driver import ENGINE_MISSING, SmallCache
+from lamella.cuda_ext._engine_library import (
+    SUBMISSION,
+    EngineOptionsStruct,
+    LaneStatusStruct,
+    ProgressStruct,
+    RatesStruct,
+    SubmissionStruct,
+)
+from lamella.cuda_ext._library import HostObjectsStruct
+from lamella.cuda_ext.engine import TransferEngine
+from lamella.cuda_ext.rates import H200_RATES, EngineRates
+from native_build import COMPILER, ROOT
+
+pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
+
+
+# ---- the C ABI
+
+
+def test_a_submission_is_packed_as_its_structure_lies_in_memory() -> None:
+    assert SUBMISSION.size == ctypes.sizeof(SubmissionStruct)
+    flat = [(name, kind) for name, kind in SubmissionStruct._fields_ if name != "objects"]
+    at = next(index for index, (name, _) in enumerate(SubmissionStruct._fields_) if name == "objects")
+    order = [name for name, _ in flat[:at]]
+    order += [f"objects.{name}" for name, _ in HostObjectsStruct._fields_]
+    order += [name for name, _ in flat[at:]]
+    values = list(range(1, len(order) + 1))
+    read = SubmissionStruct.from_buffer_copy(SUBMISSION.pack(*values))
+
+    def value_of(path: str) -> int:
+        found = read
+        for name in path.split("."):
+            found = getattr(found, name)
+        return ctypes.cast(found, ctypes.c_void_p).value or 0 if not isinstance(found, int) else found
+
+    assert [value_of(path) for path in order] == values
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+def test_python_declares_the_structures_that_the_header_declares(tmp_path: Path) -> None:
+    structures = {
+        "lm_rates": RatesStruct,
+        "lm_engine_options": EngineOptionsStruct,
+        "lm_submission": SubmissionStruct,
+        "lm_progress": ProgressStruct,
+        "lm_lane_status": LaneStatusStruct,
+    }
+    lines = ["#include <cstddef>", "#include <cstdio>", '#include "lamella/engine.h"', "int main() {"]
+    expected = []
+    for name, structure in structures.items():
+        lines.append(f'std::printf("%zu\\n", sizeof({name}));')
+        expected.append(ctypes.sizeof(structure))
+        for field, *_ in structure._fields_:
+            lines.append(f'std::printf("%zu\\n", offsetof({name}, {field}));')
+            expected.append(getattr(structure, field).offset)
+    (tmp_path / "sizes.cpp").write_text("\n".join([*lines, "}"]))
+    command = [str(COMPILER), f"-I{ROOT / 'cuda_ext' / 'csrc' / 'include'}", str(tmp_path / "sizes.cpp")]
+    subprocess.run([*command, "-o", str(tmp_path / "sizes")], check=True)
+    said = subprocess.run([str(tmp_path / "sizes")], check=True, capture_output=True, text=True).stdout
+    assert [int(word) for word in said.split()] == expected
+
+
+# ---- the chooser
+
+
+def test_rates_come_from_a_profile_or_are_refused() -> None:
+    with pytest.raises(ValueError, match="run_bytes must ascend"):
+        EngineRates(1.0, 1.0, (4, 2), (1.0, 1.0), (1.0, 1.0))
+    with pytest.raises(ValueError, match="rates must be positive"):
+        EngineRates(1.0, 0.0, (4,), (1.0,), (1.0,))
+    with pytest.raises(ValueError, match="strided_bytes_per_s needs 1 rates, got 0"):
+        EngineRates(1.0, 1.0, (4,), (1.0,), ())
+    assert H200_RATES.wire_bytes_per_s > H200_RATES.batch_bytes_per_s[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "gpu"}, 'a device is "cpu" or "cuda:N", got \'gpu\''),
+        ({"window_bytes": 1 << 20, "staging_bytes": 1 << 20}, "staging_bytes must hold 4 windows"),
+        ({"in_flight_bytes": 0}, "in_flight_bytes must be at least 1, got 0"),
+        ({"deadline_s": 0}, "deadline_s must be positive, got 0"),
+    ],
+)
+def test_impossible_engines_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TransferEngine(**options)  # type: ignore[arg-type]
+
+
+def test_a_cache_that_does_not_fit_is_refused() -> None:
+    small = SmallCache()
+    with TransferEngine("cpu", num_layers=5) as engine, pytest.raises(ValueError, match="made for 5 layers"):
+        engine.register_cache(small.layout, small.engines)
+    with (
+        TransferEngine("cpu", num_layers=6, window_bytes=64, staging_bytes=256) as engine,
+        pytest.raises(ValueError, match="window_bytes must be at least 256"),
+    ):
+        engine.register_cache(small.layout, small.engines)
