@@ -36,6 +36,11 @@ BYSTANDER_WEIGHT: Final = 0.3
 """Below it decoding requests pay visibly for others' first tokens; above it first tokens come later than chunk-major's
 in some regimes. Source: the closed loops of benchmarks/auto_regret.py."""
 
+READER_SHARE: Final = 1 / 3
+"""Of the bystander weight, what a stall counts for those who come back to the link. With all of it, an engine that
+schedules ahead waits a step too often; with none, tokens come visibly later. Source: the closed loops of
+benchmarks/auto_regret.py, in which it changes little, and the model of the recorded cells (docs/model.md)."""
+
 
 class AutoPolicy:
     """Chooses an arm for each request.
@@ -114,7 +119,7 @@ class AutoPolicy:
 
     def stall_price(self, bystanders: int, readers: int, prefills: int) -> StallPrice:
         """What a stall costs others; how long the link is busy, and readers are away, is the caller's to fill in."""
-        return StallPrice(self._weight * bystanders + prefills, self._weight * readers)
+        return StallPrice(self._weight * bystanders + prefills, READER_SHARE * self._weight * readers)
 
     def choose(self, view: AutoView, correction: Correction, can: Abilities) -> Decision:
         """The arm whose cost is least (AUTO-1).

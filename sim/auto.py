@@ -10,10 +10,11 @@ from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
+from lamella.reference.engine_clock import EngineClock
 from lamella.reference.hand_out import CandidateLoad, released_at_hand_out
 from lamella.reference.release import StallPrice, Whole, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
-from lamella.sim.ahead import AheadEngine
+from lamella.sim.ahead import AheadEngine, Pass
 from lamella.sim.engine import Engine, by_layer
 from lamella.sim.requests import Job
 from lamella.sim.steps import RunningStep
@@ -184,6 +185,26 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
 
     Its scheduler hears of a worker's look a pass late, so it releases by forecast itself, just before it schedules.
     """
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._device = EngineClock(steps_ahead=True, step_ns=self._policy.step_ns([(0, 1)]), now_ns=self._clock.now_ns)
+
+    def _begin_pass(self, made: Pass) -> None:
+        lasts_ns = 0
+        if made.num_tokens:
+            prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in made.taken]
+            profile_ns = self._policy.step_ns(prefills, made.decode_batch, made.context_tokens)
+            lasts_ns = round(profile_ns * self.correction.steps)
+        self._device.step_made(made.polled_ns, lasts_ns, prefills=bool(made.taken))
+        super()._begin_pass(made)
+
+    def _hand_out(self, made: Pass, last: Pass) -> None:
+        self._device.handed_out(self._clock.now_ns)
+        super()._hand_out(made, last)
+
+    def _engine_wait_ns(self) -> int:
+        return self._device.wait_ns(self._clock.now_ns)
 
     def _release_lag_ns(self) -> int:
         return self._decode_ns() or self._settings.idle_poll_ns

@@ -1,0 +1,90 @@
+"""Until when an engine that schedules ahead computes what it has been given, as its scheduler can know it.
+
+The scheduler sees when it makes a step and when a step's outputs are handed out, and nothing of the device. A step
+begins there when the one before has ended, but not before the host has prepared it::
+
+    ends(n) = max(ends(n - 1), made(n) + preparing) + length(n),     ends(n - 1) <= hand-out of n - 1
+
+The hand-out alone does not say when a step began: it waits for the launch of the next one, which computes meanwhile.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+JOINING_NS: Final = 5_000_000
+"""From the making of a step with prompts in it to its first layer. Source: what a pass and a join take the host of
+vLLM 0.26 beside an H200, 1.3 and 4.0 ms, by benchmarks/results/h200-2026-11-29-validation.json."""
+_SMOOTHED: Final = 0.25
+"""Weight of the latest decode step in the length that the next one is taken to have."""
+_LONGEST: Final = 4
+"""A decode step this many times as long as was expected counts as no longer."""
+
+
+class EngineClock:
+    """Steps as they are made and handed out, on one clock.
+
+    Args:
+        steps_ahead: whether the engine makes a step while the one before computes; else it computes nothing then.
+        step_ns: what it is taken to be from one decode step to the next at first.
+        now_ns: the instant.
+        joining_ns: from the making of a step with prompts in it to its first layer.
+
+    Raises:
+        ValueError: a negative time.
+
+    >>> clock = EngineClock(steps_ahead=True, step_ns=10, now_ns=0, joining_ns=5)
+    >>> clock.step_made(100, 30, prefills=True)
+    >>> clock.step_made(101, 8, prefills=False)
+    >>> clock.handed_out(137)
+    >>> clock.wait_ns(137)
+    6
+    """
+
+    def __init__(self, *, steps_ahead: bool, step_ns: int, now_ns: int, joining_ns: int = JOINING_NS) -> None:
+        if min(step_ns, joining_ns) < 0:
+            raise ValueError(f"step_ns and joining_ns must be at least 0, got {step_ns} and {joining_ns}")
+        self._steps_ahead = steps_ahead
+        self._joining_ns = joining_ns
+        self._step_ns = float(step_ns)
+        self._made_ns = self._before_ns = now_ns  # the last step was made, and the one before it ends
+        self._lasts_ns = 0
+        self._prefills = False
+        self._decodes = self._decoded_before = False  # whether the step made last, and the one before, only decodes
+
+    def step_made(self, now_ns: int, lasts_ns: int, *, prefills: bool) -> None:
+        """A step was made that should compute for `lasts_ns`, 0: nothing; with prompts in it or without."""
+        computed = self._decoded_before if self._steps_ahead else self._decodes  # what the engine did since the last
+        if computed and not self.is_idle and lasts_ns:
+            took_ns = min(now_ns - self._made_ns, round(_LONGEST * self._step_ns))
+            self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
+        self._before_ns = self._ends_ns
+        self._made_ns, self._lasts_ns, self._prefills = now_ns, lasts_ns, prefills
+        self._decodes, self._decoded_before = lasts_ns > 0 and not prefills, self._decodes
+
+    def handed_out(self, now_ns: int) -> None:
+        """The outputs of the step before the one made last are there."""
+        self._before_ns = min(self._before_ns, now_ns)
+
+    def wait_ns(self, now_ns: int) -> int:
+        """How long the device still computes what was made."""
+        return max(0, self._ends_ns - now_ns) if self._steps_ahead else 0
+
+    @property
+    def _ends_ns(self) -> int:
+        """When the device is through with all that was made."""
+        if self.is_idle:
+            return self._before_ns
+        if self._prefills:
+            return max(self._before_ns, self._made_ns + self._joining_ns) + self._lasts_ns
+        return max(self._before_ns, self._made_ns) + min(self._lasts_ns, self.step_ns)
+
+    @property
+    def step_ns(self) -> int:
+        """From one decode step to the next, as it was seen: as long as the longer of device and host takes for it."""
+        return round(self._step_ns)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the step made last computes nothing."""
+        return self._lasts_ns == 0
