@@ -234,10 +234,9 @@ def plant(fault: str, worker: Worker) -> None:
     elif fault == "unlocked_at_once":
         load_on = worker_side.WorkerSide._load
 
-        def unlock(self: Any, order: Any, event: Any) -> Any:
-            found = load_on(self, order, event)
-            line = self._moves.line
-            line.ask(Release(line.session, order.lease, self._moves.rank))
+        def unlock(self: Any, order: Any, event: Any, tell: Any) -> Any:
+            found = load_on(self, order, event, tell)
+            tell(Release(self._moves.line.session, order.lease, self._moves.rank))
             return found
 
         worker_side.WorkerSide._load = unlock  # type: ignore[method-assign]
