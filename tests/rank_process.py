@@ -234,8 +234,8 @@ def plant(fault: str, worker: Worker) -> None:
     elif fault == "unlocked_at_once":
         load_on = worker_side.WorkerSide._load
 
-        def unlock(self: Any, order: Any, event: Any, tell: Any) -> Any:
-            found = load_on(self, order, event, tell)
+        def unlock(self: Any, order: Any, event: Any, tell: Any, *rest: Any) -> Any:
+            found = load_on(self, order, event, tell, *rest)
             tell(Release(self._moves.line.session, order.lease, self._moves.rank))
             return found
 
