@@ -55,7 +55,7 @@ class EngineClock:
     def step_made(self, now_ns: int, lasts_ns: int, *, prefills: bool) -> None:
         """A step was made that should compute for `lasts_ns`, 0: nothing; with prompts in it or without."""
         computed = self._decoded_before if self._steps_ahead else self._decodes  # what the engine did since the last
-        if computed and not self.is_idle and lasts_ns:
+        if computed and self._lasts_ns and lasts_ns:
             took_ns = min(now_ns - self._made_ns, round(_LONGEST * self._step_ns))
             self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
         self._before_ns = self._ends_ns
@@ -73,11 +73,14 @@ class EngineClock:
     @property
     def _ends_ns(self) -> int:
         """When the device is through with all that was made."""
-        if self.is_idle:
+        lasts_ns, begins_ns = self._lasts_ns, self._made_ns  # few calls: this runs in every step
+        if not lasts_ns:
             return self._before_ns
         if self._prefills:
-            return max(self._before_ns, self._made_ns + self._joining_ns) + self._lasts_ns
-        return max(self._before_ns, self._made_ns) + min(self._lasts_ns, self.step_ns)
+            begins_ns += self._joining_ns
+        elif lasts_ns > self._step_ns:  # no step takes the device longer than it is to the next
+            lasts_ns = int(self._step_ns)
+        return lasts_ns + (begins_ns if begins_ns > self._before_ns else self._before_ns)
 
     @property
     def step_ns(self) -> int:
