@@ -16,7 +16,6 @@ from typing import Any
 
 from lamella.connector.batch_blocks import StepBatch
 from lamella.connector.connector_metrics import Metrics
-from lamella.connector.engine_clock import EngineClock
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_forecast import StepForecast
 from lamella.connector.step_orders import LoadPlan, Observed, StepWeights
@@ -24,7 +23,8 @@ from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
-from lamella.reference.hand_out import CandidateLoad, released_at_hand_out
+from lamella.reference.engine_clock import EngineClock
+from lamella.reference.hand_out import RELEASE_LAG_STEPS, CandidateLoad, released_at_hand_out
 from lamella.reference.release import StallPrice
 from lamella.reference.slices import plan_slices
 
@@ -69,6 +69,7 @@ class AutoChoice:
         self._began: dict[str, int] = {}  # the last load ordered when they began
         self._last_number = self._last_begun = -1  # ordered, and with a step that was made
         self._is_full = False  # the next step has no room for anybody
+        self._first_tokens = 0  # prefills that end with the step made last
         self._joining_ns: dict[str, int] = {}  # chosen since the last step, to be computed in the next one
         self._parked: dict[str, tuple[int, LoadPlan]] = {}  # loads of requests that are not released
         self._released: dict[str, int] = {}  # prefills of requests that are released and in no step yet
@@ -110,14 +111,14 @@ class AutoChoice:
             cached_tokens=cached,
             new_tokens=num_tokens - cached,
             link_wait_ns=self._ledger.link_wait_ns(now_ns),
-            engine_wait_ns=self._engine.wait_ns(now_ns, self.correction.steps),
+            engine_wait_ns=self._engine.wait_ns(now_ns),
             queued_ns=queued_ns + sum(self._joining_ns.values()) + sum(self._released.values()),
             waiting=self._ledger.waiting(now_ns),
             decoding=decoding,
             bystanders=len(self._decoding - self._readers),
             step_ns=self._engine.step_ns,
             idle=self._engine.is_idle,
-            release_lag_ns=self._look_ns if self._facts.steps_ahead else 0,
+            release_lag_ns=self._release_lag_ns,
         )
         decision = self._policy.choose(view, self.correction, self._can)
         before = self._chosen.get(name)
@@ -139,6 +140,13 @@ class AutoChoice:
     def _look_ns(self) -> int:
         """How long the engine is away between two looks, if nobody joins."""
         return self._engine.step_ns if self._decoding else self.forecast.profile.engine.idle_poll_ns
+
+    @property
+    def _release_lag_ns(self) -> int:
+        """From a release to the start of its step, in an engine that computes steps for others meanwhile."""
+        if not self._facts.steps_ahead:
+            return 0
+        return RELEASE_LAG_STEPS * self._engine.step_ns if self._decoding else self._look_ns
 
     # ---- the engine follows
 
@@ -210,11 +218,12 @@ class AutoChoice:
                 for _name, number, plan in parked
             ],
             now_ns=now_ns,
-            start_delay_ns=self._engine.wait_ns(now_ns, self.correction.steps),
+            start_delay_ns=self._engine.wait_ns(now_ns),
             step_ns=self._look_ns,
             decoding=len(self._decoding),
             prefills=len(self._cut) + len(self._released),
             step_fixed_ns=self._policy.step_fixed_ns(self.correction),
+            first_tokens=self._first_tokens,
         )
         return [parked[index][0] for index in found]
 
@@ -247,7 +256,7 @@ class AutoChoice:
         now_ns = self._clock_ns()
         self._joining_ns.clear()
         prefills: list[tuple[int, int]] = []
-        decoding = context = 0
+        decoding = context = self._first_tokens = 0
         for one in () if self._only_decodes(batch) else batch.all():
             if one.request in self._numbers:
                 self._ledger.joined(self._numbers.pop(one.request))
@@ -258,6 +267,7 @@ class AutoChoice:
                 decoding, context = decoding + 1, context + one.end
             else:
                 prefills.append((one.computed, one.new))
+                self._first_tokens += left <= 0
             if left > 0:
                 self._cut[one.request] = (one.end, left)
                 self._began.setdefault(one.request, self._last_number)
@@ -268,7 +278,8 @@ class AutoChoice:
                 self._decoding.add(one.request)
         self._last_begun = self._last_number
         self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
-        self._engine.step_made(now_ns, self._step_expected_ns, is_empty=not batch.names)
+        lasts_ns = round(self._step_expected_ns * self.correction.steps) or self._engine.step_ns
+        self._engine.step_made(now_ns, lasts_ns if batch.names else 0, prefills=bool(prefills))
         taken = sum(left for _, left in self._cut.values()) + len(self._decoding)
         budget = self._facts.token_budget
         self._is_full = budget is not None and taken >= budget

@@ -8,9 +8,14 @@ when the device will be through with what is launched is known to it, and so is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lamella.reference.release import ReleasePolicy, ReleaseView, StallPrice, waits_its_turn
+
+RELEASE_LAG_STEPS: Final = 2
+"""Decode steps that pass, where others decode, from a landing to the step of whoever it releases: the one that
+computes, and one whose outputs are handed out before the release. Source: the recorded cells in the model; with 2 and 3
+steps `auto` is level there, with 1 it parks requests that had better joined at once."""
 
 
 class CandidateLoad(NamedTuple):
@@ -38,6 +43,7 @@ def released_at_hand_out(
     decoding: int,
     prefills: int,
     step_fixed_ns: int,
+    first_tokens: int = 0,
 ) -> list[int]:
     """Indices of the loads whose requests join the pass that is scheduled now, rising.
 
@@ -52,6 +58,9 @@ def released_at_hand_out(
         decoding: requests that decode.
         prefills: those that are in the pass already: cut, or released.
         step_fixed_ns: what a step costs besides its tokens.
+        first_tokens: of the step that computes now. They are handed out when the one that is scheduled now has been
+            launched, and its launch ends with the last layer's landing: none of them waits for a load longer than the
+            load's request would for the next chance.
     """
     released: list[int] = []
     for index, load in enumerate(loads):
@@ -68,6 +77,8 @@ def released_at_hand_out(
             stall=load.stall,
         )
         if load.release.release_ns(view) > now_ns:
+            continue
+        if first_tokens * max(0, load.arrival_ns[-1] - now_ns - start_delay_ns) > step_ns:
             continue
         if not waits_its_turn(load.compute_ns, prefills + len(released), len(loads) - index - 1, step_fixed_ns):
             released.append(index)

@@ -11,7 +11,7 @@ from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
 from lamella.reference.engine_clock import EngineClock
-from lamella.reference.hand_out import CandidateLoad, released_at_hand_out
+from lamella.reference.hand_out import RELEASE_LAG_STEPS, CandidateLoad, released_at_hand_out
 from lamella.reference.release import StallPrice, Whole, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
 from lamella.sim.ahead import AheadEngine, Pass
@@ -207,7 +207,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         return self._device.wait_ns(self._clock.now_ns)
 
     def _release_lag_ns(self) -> int:
-        return self._decode_ns() or self._settings.idle_poll_ns
+        return RELEASE_LAG_STEPS * self._decode_ns() or self._settings.idle_poll_ns
 
     def _release_at_hand_out(self) -> None:
         now, scheduler = self._clock.now_ns, self._scheduler
@@ -224,10 +224,11 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
             loads,
             now_ns=now,
             start_delay_ns=self._engine_wait_ns(),
-            step_ns=self._release_lag_ns(),
+            step_ns=self._decode_ns() or self._settings.idle_poll_ns,
             decoding=scheduler.decode_batch,
             prefills=len(scheduler.unfinished()),
             step_fixed_ns=self._policy.step_fixed_ns(self.correction),
+            first_tokens=sum(len(made.firsts) for made in self._passes),
         )
         for index in released:
             job = jobs[index]
