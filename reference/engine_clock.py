@@ -5,7 +5,8 @@ begins there when the one before has ended, but not before the host has prepared
 
     ends(n) = max(ends(n - 1), made(n) + preparing) + length(n),     ends(n - 1) <= hand-out of n - 1
 
-The hand-out alone does not say when a step began: it waits for the launch of the next one, which computes meanwhile.
+A hand-out waits for the launch of the next step as well, which computes meanwhile. So one that comes about when its
+step should have ended is that end, and sets right what was forecast; a later one is the end of a launch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from typing import Final
 JOINING_NS: Final = 5_000_000
 """From the making of a step with prompts in it to its first layer. Source: what a pass and a join take the host of
 vLLM 0.26 beside an H200, 1.3 and 4.0 ms, by benchmarks/results/h200-2026-11-29-validation.json."""
+_ABOUT: Final = 0.25
+"""A hand-out so much of a step's length behind its forecast end is still its end."""
 _SMOOTHED: Final = 0.25
 """Weight of the latest decode step in the length that the next one is taken to have."""
 _LONGEST: Final = 4
@@ -48,7 +51,7 @@ class EngineClock:
         self._joining_ns = joining_ns
         self._step_ns = float(step_ns)
         self._made_ns = self._before_ns = now_ns  # the last step was made, and the one before it ends
-        self._lasts_ns = 0
+        self._lasts_ns = self._before_lasts_ns = 0
         self._prefills = False
         self._decodes = self._decoded_before = False  # whether the step made last, and the one before, only decodes
 
@@ -58,13 +61,14 @@ class EngineClock:
         if computed and self._lasts_ns and lasts_ns:
             took_ns = min(now_ns - self._made_ns, round(_LONGEST * self._step_ns))
             self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
-        self._before_ns = self._ends_ns
+        self._before_ns, self._before_lasts_ns = self._ends_ns, self._lasts_ns
         self._made_ns, self._lasts_ns, self._prefills = now_ns, lasts_ns, prefills
         self._decodes, self._decoded_before = lasts_ns > 0 and not prefills, self._decodes
 
     def handed_out(self, now_ns: int) -> None:
         """The outputs of the step before the one made last are there."""
-        self._before_ns = min(self._before_ns, now_ns)
+        if now_ns <= self._before_ns + _ABOUT * self._before_lasts_ns:
+            self._before_ns = now_ns
 
     def wait_ns(self, now_ns: int) -> int:
         """How long the device still computes what was made."""
