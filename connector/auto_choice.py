@@ -219,7 +219,7 @@ class AutoChoice:
             ],
             now_ns=now_ns,
             start_delay_ns=self._engine.wait_ns(now_ns),
-            step_ns=self._look_ns,
+            step_ns=self._release_lag_ns,
             decoding=len(self._decoding),
             prefills=len(self._cut) + len(self._released),
             step_fixed_ns=self._policy.step_fixed_ns(self.correction),

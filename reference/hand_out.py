@@ -54,7 +54,7 @@ def released_at_hand_out(
         loads: in the order in which they should be served.
         now_ns: the instant, of the clock of `arrival_ns`.
         start_delay_ns: how long the device still computes what is launched, at least 0: the pass starts then.
-        step_ns: until the next chance; how long a step takes without the request.
+        step_ns: how much later the request would start if it were left to a look: the release lag.
         decoding: requests that decode.
         prefills: those that are in the pass already: cut, or released.
         step_fixed_ns: what a step costs besides its tokens.

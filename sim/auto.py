@@ -224,7 +224,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
             loads,
             now_ns=now,
             start_delay_ns=self._engine_wait_ns(),
-            step_ns=self._decode_ns() or self._settings.idle_poll_ns,
+            step_ns=self._release_lag_ns(),
             decoding=scheduler.decode_batch,
             prefills=len(scheduler.unfinished()),
             step_fixed_ns=self._policy.step_fixed_ns(self.correction),

@@ -21,6 +21,7 @@ from lamella.connector.step_forecast import read_profile
 from lamella.connector.step_orders import LoadOrder, LoadPlan, Observed, StepOrders, StepReport, StepWeights
 from lamella.connector.turns import Turns
 from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.reference.auto import READER_SHARE
 from lamella.reference.auto_view import Arm
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import KeySpace
@@ -120,7 +121,7 @@ def test_who_decodes_stands_in_the_price_of_a_stall_and_readers_apart() -> None:
     auto.planned("r", 0)
     auto.missed("b", 0, 100)
     batch = batch_of(Scheduled("r", 4_096, 104), Scheduled("b", 0, 100))
-    assert auto.step_made(batch, requests(r=4_200, b=100)).price == StallPrice(0.5, 0.5)
+    assert auto.step_made(batch, requests(r=4_200, b=100)).price == StallPrice(0.5, 0.5 * READER_SHARE)
     auto.forget("r")
     assert auto.step_made(batch_of(Scheduled("b", 100, 1)), requests(b=101)).price == StallPrice(0.5, 0.0)
 
