@@ -61,6 +61,7 @@ def views(draw: st.DrawFn) -> AutoView:
         bystanders=draw(st.integers(0, decoding)),
         step_ns=draw(st.integers(0, 50 * MS)),
         idle=not decoding,
+        release_lag_ns=draw(st.sampled_from([0, 6 * MS, 40 * MS])),
     )
 
 
@@ -105,6 +106,49 @@ def test_an_idle_engine_takes_a_lone_request_into_its_next_step(policy: AutoPoli
 def test_nobody_is_made_to_stand_in_a_step_that_waits_for_the_whole_queue_of_the_link(policy: AutoPolicy) -> None:
     busy = AutoView(4_096, 4_096, 1_024, link_wait_ns=100 * MS, decoding=4, step_ns=6 * MS, idle=False)
     assert policy.choose(busy, Correction(), ALL).arm is Arm.EARLY
+
+
+def test_a_step_that_waits_costs_nobody_anything_while_the_engine_computes_for_all(policy: AutoPolicy) -> None:
+    """With 40 ms to compute before its step, the link's 30 ms of others cost nobody a token; with none, 30 ms each."""
+    view = AutoView(15_360, 15_360, 2_048, link_wait_ns=30 * MS, decoding=4, step_ns=6 * MS, idle=False)
+    view = replace(view, release_lag_ns=6 * MS)
+    busy = replace(view, engine_wait_ns=40 * MS)
+    free_sync, busy_sync = (found(policy.choose(one, Correction(), ALL).predictions, Arm.SYNC) for one in (view, busy))
+    assert free_sync.ttft_ns - 1 * MS < busy_sync.ttft_ns < free_sync.ttft_ns + 11 * MS
+    cost_of_others = [one.cost_ns - one.ttft_ns for one in (free_sync, busy_sync)]
+    assert cost_of_others[0] > cost_of_others[1] + 4 * 30 * MS
+    assert policy.choose(busy, Correction(), ALL).arm is Arm.SYNC
+    assert policy.choose(view, Correction(), ALL).arm is Arm.EARLY
+
+
+def test_a_release_that_starts_a_lag_later_makes_early_and_chunk_major_later_and_no_other_arm(
+    policy: AutoPolicy,
+) -> None:
+    view = AutoView(15_360, 15_360, 768, decoding=2, step_ns=6 * MS, idle=False)
+    before, after = (
+        policy.choose(replace(view, release_lag_ns=lag), Correction(), ALL).predictions for lag in (0, 9 * MS)
+    )
+    later = {one.arm: other.ttft_ns - one.ttft_ns for one, other in zip(before, after, strict=True)}
+    assert later.pop(Arm.CHUNK_MAJOR) == 9 * MS
+    assert 0 < later.pop(Arm.EARLY) <= 9 * MS
+    assert later == {Arm.SYNC: 0, Arm.OFF: 0}
+
+
+def test_a_release_starts_no_sooner_than_a_lag_behind_what_the_engine_has_to_compute(policy: AutoPolicy) -> None:
+    view = AutoView(1_024, 1_024, 768, engine_wait_ns=200 * MS, decoding=2, step_ns=6 * MS, idle=False)
+    early = [
+        found(policy.choose(replace(view, release_lag_ns=lag), Correction(), ALL).predictions, Arm.EARLY).ttft_ns
+        for lag in (0, 9 * MS)
+    ]
+    assert early[1] - early[0] == 9 * MS
+
+
+def test_of_widths_that_end_the_prefill_at_the_same_time_the_narrowest_is_taken(policy: AutoPolicy) -> None:
+    """Behind 300 ms of computing any width is in time: the engine may be free before that is expected of it."""
+    waiting = (WaitingLoad(30 * MS, 20 * MS),) * 3
+    view = AutoView(15_360, 15_360, 768, queued_ns=300 * MS, waiting=waiting, decoding=4, step_ns=6 * MS, idle=False)
+    for one in policy.choose(view, Correction(), ALL).predictions:
+        assert one.width == (1 if one.arm in (Arm.EARLY, Arm.SYNC) else 32)
 
 
 def test_where_slices_cost_much_they_are_wide_and_where_little_narrow(profile: DeviceProfile) -> None:
@@ -195,6 +239,7 @@ def test_more_who_would_stand_still_never_make_an_arm_cheaper(policy: AutoPolicy
         (AutoView(10, 10, 0), "new tokens behind it"),
         (AutoView(10, 5, 1), "needs a hit"),
         (AutoView(10, 10, 1, link_wait_ns=-1), "at least 0"),
+        (AutoView(10, 10, 1, release_lag_ns=-1), "at least 0"),
         (AutoView(10, 10, 1, decoding=1, bystanders=2), "at least 0"),
     ],
 )

@@ -66,6 +66,13 @@ def test_two_long_prefills_run_one_after_another_and_two_short_ones_together() -
     assert released(short, prefills=1) == [0]
 
 
+def test_no_first_token_waits_for_a_load_longer_than_the_loads_request_would_for_the_next_chance() -> None:
+    """The last layer lands 120 behind the start, and the next chance comes 150 later: one may wait, two may not."""
+    coming = load(1000, 1040, 1080, 1220)
+    told = {"start_delay_ns": 100, "step_ns": 150}
+    assert [released(coming, **told, first_tokens=count) for count in (0, 1, 2)] == [[0], [0], []]
+
+
 # ---------------------------------------------------------------- laws
 
 
@@ -86,6 +93,7 @@ def random_hand_out(rng: random.Random) -> tuple[list[CandidateLoad], dict[str, 
         "decoding": rng.randint(0, 8),
         "prefills": rng.choice((0, 0, 1, 2)),
         "step_fixed_ns": rng.choice((0, 10, 50)),
+        "first_tokens": rng.choice((0, 0, 1, 3)),
     }
     return [one() for _ in range(rng.randint(1, 6))], told
 
@@ -119,7 +127,9 @@ def check(seed: int) -> None:
             told["decoding"],
             one.stall,
         )
-        assert (index in found) == (not shares and one.release.release_ns(view) <= told["now_ns"])
+        late_ns = told["first_tokens"] * max(0, one.arrival_ns[-1] - told["now_ns"] - told["start_delay_ns"])
+        speaks_against = shares or late_ns > told["step_ns"] or one.release.release_ns(view) > told["now_ns"]
+        assert (index in found) != speaks_against
 
 
 SEEDS = 600
@@ -147,6 +157,9 @@ def test_a_device_that_is_busy_longer_never_keeps_a_lone_load_back(arrival_ns: l
 RULE = released_at_hand_out
 WRONG: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "prefills share a step": lambda patch: patch.setattr(hand_out, "waits_its_turn", lambda *_: False),
+    "first tokens may wait": lambda patch: patch.setattr(
+        hand_out, "released_at_hand_out", lambda loads, **told: RULE(loads, **(told | {"first_tokens": 0}))
+    ),
     "every prefill waits": lambda patch: patch.setattr(hand_out, "waits_its_turn", lambda *_: True),
     "the step starts later than it does": lambda patch: patch.setattr(
         hand_out, "ReleaseView", lambda **told: replace(ReleaseView(**told), start_delay_ns=told["start_delay_ns"] + 50)

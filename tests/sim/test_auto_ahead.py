@@ -1,0 +1,182 @@
+"""`auto` where steps are scheduled ahead: releases at the hand-out, each once, and what they are worth.
+
+The worth is asked at the shipped overheads, with the loads of recorded cells and full graphs. Each wrong engine at the
+end is rejected by one of the checks.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+import pytest
+
+from lamella.reference import hand_out
+from lamella.reference.auto import AutoPolicy
+from lamella.reference.auto_view import AutoView, Decision
+from lamella.reference.release import WeighedRelease
+from lamella.sim import auto as sim_auto
+from lamella.sim.ahead import AheadEngine, Pass
+from lamella.sim.auto import AutoAheadEngine
+from lamella.sim.overheads import open_overheads
+from lamella.sim.profiles import load_profile
+from lamella.sim.records import RequestRecord
+from lamella.sim.requests import Job
+from lamella.sim.settings import SubmitAt
+from lamella.sim.strategies import AUTO, Device, Regime, Strategy, parse_strategy
+from lamella.sim.world import World
+
+FIFO_FIRST = parse_strategy("fifo/1/first")
+SHIPPED = "vllm-0.26-h200-llama-3.1-8b"
+SEEDS = 6
+TURN_NS = round((32 << 20) * 1e9 / load_profile().wire.h2d_bytes_per_s)
+"""A joining prompt waits for one turn of the lane at most."""
+CELLS = {(4, 768): (15_360, 16), (8, 768): (15_360, 16), (4, 2_048): (15_360, 16), (8, 2_866): (12_288, 50)}
+"""(users, new tokens) -> (hit, tokens that are generated), as recorded."""
+
+
+def serve(strategy: Strategy, users: int, new: int, seed: int) -> World:
+    device = Device(load_profile(), extrapolate=True).with_overheads(open_overheads(SHIPPED).overheads)
+    settings = replace(device.settings(), submit_at=SubmitAt.POLL, admits_itself=True)
+    engine = partial(device.engine(strategy, seed), full_graphs=True, inputs_behind_ns=TURN_NS)
+    world = World(
+        device.compute(strategy),
+        strategy.order,
+        strategy.release,
+        settings,
+        hardware=device.hardware(),
+        keep_steps=True,
+        make_engine=engine,
+    )
+    hit, output = CELLS[users, new]
+    world.loop_closed(
+        users, [device.request(Regime(hit, new, users, output), strategy, tag) for tag in range(4 * users)]
+    )
+    world.run()
+    return world
+
+
+def counted(records: list[RequestRecord], users: int) -> list[RequestRecord]:
+    return [record for record in records if record.tag >= users]
+
+
+def mean_ttft_ns(strategy: Strategy, users: int, new: int) -> float:
+    found = [
+        record.ttft_ns for seed in range(SEEDS) for record in counted(serve(strategy, users, new, seed).records, users)
+    ]
+    return statistics.fmean(found)
+
+
+@cache
+def first_ttft_ns(users: int, new: int) -> float:
+    return mean_ttft_ns(FIFO_FIRST, users, new)
+
+
+# ---------------------------------------------------------------- checks, used by the tests and by the wrong engines
+
+
+def check_beats_fifo_first(users: int, new: int, by: float) -> None:
+    assert mean_ttft_ns(AUTO, users, new) < (1 - by) * first_ttft_ns(users, new)
+
+
+def check_releases(users: int, new: int) -> list[RequestRecord]:
+    """Each request runs once and never over a layer that has not landed; returns those that count."""
+    found: list[RequestRecord] = []
+    for seed in range(SEEDS):
+        world = serve(AUTO, users, new, seed)
+        begun = [chunk.request for step in world.steps for chunk in step.chunks if chunk.first_token == 0]
+        assert sorted(begun) == sorted(record.sequence for record in world.records), "each once"
+        for record in world.records:
+            assert record.submitted_ns <= record.ready_ns <= record.released_ns <= record.started_ns
+            assert record.released_ns <= record.began_ns or record.released_ns == record.submitted_ns  # in its own step
+            assert record.all_landed_ns <= record.first_token_ns
+        found += counted(world.records, users)
+    return found
+
+
+# ---------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(("users", "new", "by"), [(8, 768, 0.1), (4, 768, 0.02), (4, 2_048, 0.3), (8, 2_866, 0.3)])
+def test_first_tokens_come_sooner_than_with_the_first_layers_release(users: int, new: int, by: float) -> None:
+    check_beats_fifo_first(users, new, by)
+
+
+@pytest.mark.parametrize(("users", "new"), CELLS)
+def test_every_request_is_released_once_and_never_runs_over_what_has_not_landed(users: int, new: int) -> None:
+    check_releases(users, new)
+
+
+def test_a_release_at_the_hand_out_joins_the_pass_that_is_made_then_and_a_workers_look_stays_the_second_way() -> None:
+    """At the hand-out a request is ready and released in one instant, with layers on their way; by a look never."""
+    records = check_releases(8, 768)
+    at_hand_out = [record for record in records if record.ready_ns == record.released_ns > record.submitted_ns]
+    assert len(at_hand_out) > len(records) // 3
+    assert any(record.all_landed_ns > record.released_ns for record in at_hand_out)
+    assert any(record.submitted_ns < record.ready_ns < record.released_ns for record in records)
+
+
+def test_a_bare_engine_has_no_lag_and_releases_at_its_polls() -> None:
+    bare = Device(load_profile(), extrapolate=True)
+    views: list[int] = []
+
+    class Watched(AutoPolicy):
+        def choose(self, view: AutoView, *others: Any) -> Decision:
+            views.append(view.release_lag_ns)
+            return super().choose(view, *others)
+
+    for device in (bare, bare.with_overheads(open_overheads(SHIPPED).overheads)):
+        engine = partial(device.engine(AUTO), policy=Watched(device.profile))
+        world = World(device.compute(AUTO), AUTO.order, AUTO.release, device.settings(), make_engine=engine)
+        world.loop_closed(3, [device.request(Regime(15_360, 768, 3, 16), AUTO, tag) for tag in range(9)])
+        world.run()
+        assert any(views) == (device is not bare)
+        views.clear()
+
+
+# ---------------------------------------------------------------- wrong engines
+
+
+def _never_at_the_hand_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AutoAheadEngine, "_release_at_hand_out", AheadEngine._release_at_hand_out)
+
+
+def _starts_on_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(WeighedRelease, "release_ns", lambda _, view: view.now_ns)
+
+
+def _prompts_share_steps(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(hand_out, "waits_its_turn", lambda *_, **__: False)
+    patch.setattr(sim_auto, "waits_its_turn", lambda *_, **__: False)
+
+
+def _releases_twice(patch: pytest.MonkeyPatch) -> None:
+    """What was let run by the scheduler is seen by the worker's look as well."""
+    seen = AheadEngine._seen
+
+    def wrong(engine: AheadEngine, made: Pass) -> list[Job]:
+        return seen(engine, made) + [job for job in engine._scheduler.landing.values() if job.began_ns < 0]
+
+    patch.setattr(AheadEngine, "_seen", wrong)
+
+
+WRONG: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], object]]] = [
+    (_never_at_the_hand_out, lambda: check_beats_fifo_first(8, 768, 0.1)),
+    (_starts_on_nothing, lambda: check_beats_fifo_first(8, 768, 0.1)),
+    (_prompts_share_steps, lambda: check_beats_fifo_first(8, 2_866, 0.3)),
+    (_releases_twice, lambda: check_releases(8, 768)),
+]
+
+
+@pytest.mark.parametrize(("plant", "check"), WRONG)
+def test_a_wrong_engine_is_rejected(
+    plant: Callable[[pytest.MonkeyPatch], None], check: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for users, new in CELLS:
+        first_ttft_ns(users, new)  # of the sound engine
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, KeyError)):
+        check()
