@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,6 +24,15 @@ def _loads(named: str) -> tuple[str, ...]:
     if unknown:
         raise ValueError(f"beside names {', '.join(_LOADS)}, got {', '.join(sorted(unknown))}")
     return tuple(_LOADS[load] for load in named.split(","))
+
+
+def _widths(named: str, num_layers: int) -> tuple[int, ...]:
+    if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", named, flags=re.ASCII):
+        raise ValueError(f"widths are whole numbers between commas, 0 for chunk-major; got {named!r}")
+    widths = tuple(int(width) for width in named.split(","))
+    if max(widths) > num_layers:
+        raise ValueError(f"widths must be between 0 and {num_layers} layers, got {named}; name others with --widths")
+    return widths
 
 
 def register(app: typer.Typer) -> None:
@@ -119,7 +129,7 @@ def register(app: typer.Typer) -> None:
                 shape = replace(shape, geometry=replace(shape.geometry, num_layers=layers))
             settings = ServerBenchSettings(
                 transfer_side=TransferSide(side),
-                widths=tuple(int(width) for width in widths.split(",")),
+                widths=_widths(widths, shape.geometry.num_layers),
                 loads=loads,
                 repeats=repeats,
                 rows=rows,

@@ -98,6 +98,8 @@ BASES: Final[dict[str, tuple[str, ...]]] = {
 """A line that would do little, were the absurd option left out."""
 MORE: Final = {
     "question_tokens": ("--turns", "2"),
+    "prompt_tokens": ("--hit", "90%"),
+    "hit": ("--prompt-tokens", "16k"),
     "layers": (),
     "tensor_parallel": ("--model", "llama-3.1-8b"),
     "skip_tokens": TABLE,
@@ -126,6 +128,14 @@ def _kind(hint: Any) -> str:
     return _kind(inside[0]) if inside else str(hint.__name__)
 
 
+def _as_number(text: str) -> str:
+    """As a message shows a float."""
+    try:
+        return f"got {float(text):g}"
+    except ValueError:
+        return text
+
+
 def _absurd(verb: str, name: str, kind: str) -> tuple[str, ...]:
     if name == "tier":
         return TIERS if verb == "simulate" else ()
@@ -143,11 +153,21 @@ CASES: Final = [
 ]
 
 
+@pytest.fixture(scope="module")
+def recording(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recording")
+    result = CliRunner().invoke(build_app(), ["simulate", *POINT[:-1], str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder / "simulate.trace.json"
+
+
 @pytest.fixture
 def base(request: pytest.FixtureRequest, tmp_path: Path) -> list[str]:
     (tmp_path / "trace").write_text('{"timestamp": 0, "input_length": 600, "output_length": 2, "hash_ids": [1, 2]}\n')
     (tmp_path / "tier").mkdir()
     verb = request.getfixturevalue("verb")
+    if verb == "explain":
+        return [*BASES[verb], "--trace", str(request.getfixturevalue("recording"))]
     return [part.replace("OUT", str(tmp_path)).replace("TRACE", str(tmp_path / "trace")) for part in BASES[verb]]
 
 
@@ -164,7 +184,11 @@ def test_a_number_without_sense_is_one_sentence_and_exit_2(verb: str, option: An
     result = CliRunner().invoke(build_app(), line)
     assert result.exit_code == 2, result.output or repr(result.exception)
     assert result.stdout == ""
-    assert result.stderr.strip().splitlines()[-1].startswith("Error: ")
+    sentence = result.stderr.strip().splitlines()[-1]
+    assert sentence.startswith("Error: ")
+    part = value.split("/")[1] if "/" in value and option.name == "strategy" else value.split(":")[-1]
+    names = (name, str(option.name), str(option.name).removesuffix("s"), "raise --memory")
+    assert any(word in sentence for word in (*names, part[:20], value[:20], _as_number(part))), sentence
 
 
 def test_every_verb_has_a_line_that_would_do_little() -> None:

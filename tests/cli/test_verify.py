@@ -142,6 +142,8 @@ def test_a_difference_is_exit_code_1_with_a_minimal_counterexample(tmp_path: Pat
         ((*TINY, "--seed", "-1"), "seed must be at least 0, got -1"),
         ((*TINY, "--layers", "1000000000"), "layers must be between 1 and 1024, got 1000000000"),
         ((*TINY, "--device", "tpu"), "unknown device 'tpu'; known: cpu, numpy, engine, cuda"),
+        ((*TINY, "--tensor-parallel", "2"), "name --model, or give --heads of one rank; got 2"),
+        (("--model", "qwen3-32b", "--block-tokens", "32"), "--element-bytes, --block-tokens), not both"),
         (("--model", "qwen3-32b", "--tensor-parallel", "3"), "divide the 8 KV heads or be a multiple of them, got 3"),
     ],
 )  # fmt: skip
