@@ -55,7 +55,8 @@ class Work:
         kind: load or store.
         num_bytes: it moves on one rank.
         waits_for_report: a load whose request is parked until it is reported received.
-        released: it was reported received.
+        released: it was reported received, or let run ahead of that.
+        failed: a rank has said that it failed there; others may still load.
     """
 
     number: int
@@ -64,6 +65,7 @@ class Work:
     num_bytes: int
     waits_for_report: bool = False
     released: bool = False
+    failed: bool = False
     _ended: Ended = field(default_factory=lambda: Ended(0, True))
 
 
@@ -126,13 +128,18 @@ class WorkBook:
         """The work is in flight.
 
         Raises:
-            RuntimeError: a number in use, a request that has ended, or one that is parked already.
+            RuntimeError: a number in use, a request that has ended, or one that is parked already or is still to be
+                reported received.
         """
         if work.number in self._open:
             raise RuntimeError(f"work {work.number} is in flight already")
         if work.request in self._held:
             raise RuntimeError(f"request {work.request} has ended; nothing can begin for it")
         if work.waits_for_report:
+            if work.request in self._ahead:
+                raise RuntimeError(
+                    f"request {work.request} is still to be reported for load {self._ahead[work.request]}"
+                )
             if work.request in self._parked:
                 raise RuntimeError(f"request {work.request} waits for load {self._parked[work.request]} already")
             self._parked[work.request] = work.number
@@ -157,15 +164,24 @@ class WorkBook:
         return passed
 
     def release(self, request: str) -> int | None:
-        """The load of a parked request, which runs from now on, before the ranks report it; None if it has ended.
+        """The load of a parked request, which runs from now on, before the ranks report it.
 
         Their report is still to come and passed on no more. Until it has come, nothing is loaded for the request.
+
+        None, and nothing has happened: its load has ended, or has failed on a rank (an engine that computes the request
+        anew may give its blocks away at once, and other ranks still write them), or the request has ended.
         """
-        if request in self._held or self._parked.get(request) not in self._open:
+        work = self._open.get(self._parked.get(request, -1))
+        if request in self._held or work is None or work.failed:
             return None
-        number = self._ahead[request] = self._parked.pop(request)
-        self._open[number].released = True
-        return number
+        self._ahead[request] = self._parked.pop(request)
+        work.released = True
+        return work.number
+
+    def failed(self, number: int) -> None:
+        """A rank has said that the load has failed there; it ends when it has on every rank."""
+        if number in self._open:
+            self._open[number].failed = True
 
     def awaits_report(self, request: str) -> bool:
         """Whether a load of the request was released ahead of a report that has not come."""
@@ -188,8 +204,6 @@ class WorkBook:
         if work._ended.ranks < self._num_ranks and self._rules.free_on_minimum:
             return None
         del self._open[number]
-        if self._ahead.get(work.request) == number:
-            del self._ahead[work.request]
         mine = self._of_request[work.request]
         mine.discard(number)
         if not mine:

@@ -203,6 +203,7 @@ class StepReport:
         ready_slots: slots from 0 on that can be used, on every rank of the report.
         ranks: of the report.
         observed: what was measured, where it is used.
+        releases_whole: a rank of the report releases loads only when all of them has landed.
     """
 
     loads: dict[int, Ended] = field(default_factory=dict)
@@ -212,6 +213,7 @@ class StepReport:
     ready_slots: int = 0
     ranks: int = 1
     observed: Observed = Observed()
+    releases_whole: bool = False
 
     def merged(self, other: StepReport) -> StepReport:
         """Both reports as one."""
@@ -223,6 +225,7 @@ class StepReport:
             min(self.ready_slots, other.ready_slots),
             self.ranks + other.ranks,
             self.observed.merged(other.observed),
+            self.releases_whole or other.releases_whole,
         )
         for number, ends in other.fetches.items():
             mine = merged.fetches.get(number)

@@ -72,6 +72,7 @@ class SchedulerSide:
         self._new_loads: list[LoadOrder] = []
         self._cancels: list[int] = []
         self._released: list[int] = []
+        self._releases_whole = len(facts.block_tokens) > 1
         self._last_number = -1
         self.stores = ChunkStores(
             facts, self.objects, self._keys, self._blocks, self.book, self._requests, self.metrics, self._number
@@ -226,7 +227,7 @@ class SchedulerSide:
         elif self._forecast is not None:
             expected_ns = self._forecast.expected_ns(batch)
         num_decoding = batch.num_decoding
-        wants_report = bool(self.book.num_held) or self._wants_hand_outs
+        wants_report = bool(self.book.num_held) or (bool(self._loads) and self._wants_hand_outs)
         if not (loads or stores or fetches or cancels or released or flushes or held or rewritten or wants_report):
             return self._quiet_orders(batch.num_tokens, num_decoding, weights, expected_ns)
         return StepOrders(
@@ -284,6 +285,10 @@ class SchedulerSide:
                 if work is not None:
                     self.stores.ended(number, ok=self.book.ended_well(work))
             self.objects.take_in(report)
+            self._releases_whole |= report.releases_whole
+        for number, load in self._loads.items() if output.invalid_block_ids else ():
+            if not load.blocks.isdisjoint(output.invalid_block_ids):
+                self.book.failed(number)
         if output.finished_recving:
             output.finished_recving = self.book.received(output.finished_recving) or None
             if self._auto is not None:
@@ -303,8 +308,13 @@ class SchedulerSide:
         self._pass_on_freed(output)
 
     def _release_by_forecast(self, output: Any) -> None:
-        """Requests join the next step by forecast; what a worker's look finds is known a step later."""
+        """Requests join the next step by forecast; what a worker's look finds is known a step later.
+
+        Not where workers release nothing before it has landed: with several groups, or once a hook was passed over.
+        """
         for name in self._may_join():
+            if self._releases_whole:
+                return
             number = self.book.release(name)
             if number is None:
                 continue

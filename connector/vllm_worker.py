@@ -290,6 +290,7 @@ class WorkerSide:
             self._has_news = False
             return None
         report.ready_slots = self._told_slots = ready_slots
+        report.releases_whole = self.loads.hooks_bypassed
         self._report, self._has_news = StepReport(), False
         return report
 

@@ -108,10 +108,10 @@ class WorkerLoads:
         self.bad_blocks -= orders.rewritten_blocks - self._undrained()
         for number in orders.cancels:
             self.cancel(number)
-        for number in orders.released:
-            self._let_run(number, now_ns)
         for order in orders.loads:
             self.begin(order, now_ns)
+        for number in orders.released:
+            self._let_run(number, now_ns)
         readable = (load for load in self._loads.values() if load.released and load.may_be_read_by(orders))
         self.gated = [load for load in readable if self._outstanding(load)]
         for load in self.gated:
@@ -141,7 +141,8 @@ class WorkerLoads:
         load = self._loads.get(number)
         if load is not None and not load.released:
             load.released = True
-            self._note_release(load, now_ns, early=True)
+            if not load.failed:
+                self._note_release(load, now_ns, early=self._outstanding(load))
 
     def _note_release(self, load: Load, now_ns: int, *, early: bool) -> None:
         self._metrics.observe("release_ns", now_ns - load.ordered_ns)

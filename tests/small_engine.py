@@ -2,12 +2,14 @@
 
 It schedules as vLLM does: running requests first, then waiting ones; a prompt's blocks are hits of its own prefix
 cache, loaded, or computed; a parked request runs once every rank has reported it; who finds no block has somebody
-preempted; blocks of an ended request are held as long as the connector says. Block tables, and what of them a step
-takes for computed, are kept apart from the connector's own record of them: by that it is judged.
+preempted; blocks of an ended request are held as long as the connector says. Ranks' reports are added up by name, and
+what has neither computed nor told anything is handed out to nobody. Block tables, and what of them a step takes for
+computed, are kept apart from the connector's own record of them: by that it is judged.
 """
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,6 +45,7 @@ class Prompt:
     computed: int = 0
     has_run: bool = False
     ends_at: int = 0
+    load: int | None = None
     status: Any = None
     cache_salt = lora_request = mm_features = prompt_embeds = pooling_params = None
 
@@ -57,6 +60,7 @@ class Part(NamedTuple):
     one: Prompt
     taken: frozenset[int]
     written: frozenset[int]
+    load: int | None
 
 
 class OneRank:
@@ -83,6 +87,21 @@ class OneRank:
         return [number for number in self.orders if number not in known and number not in final]
 
 
+class Forecasting(SchedulerSide):
+    """Lets parked requests, and now and then others, join the next step at random, whatever has landed."""
+
+    chance: random.Random | None = None
+
+    @property
+    def _wants_hand_outs(self) -> bool:
+        return self.chance is not None and bool(self.book._parked)
+
+    def _may_join(self) -> Sequence[str]:
+        if self.chance is None:
+            return ()
+        return [name for name in [*self.book._parked, *self._requests] if self.chance.random() < 0.3]
+
+
 class SmallEngine:
     """See the module.
 
@@ -90,12 +109,16 @@ class SmallEngine:
         ranks: of tensor parallelism.
         ahead: a step is made before the last one has run.
         joins: loads join the next step instead of parking their request.
+        chance: by which requests are released at hand-outs, before any rank reports them; None: none is.
     """
 
-    def __init__(self, ranks: int = 1, *, ahead: bool = False, joins: bool = False) -> None:
-        self.side = SchedulerSide(
+    def __init__(
+        self, ranks: int = 1, *, ahead: bool = False, joins: bool = False, chance: random.Random | None = None
+    ) -> None:
+        self.side = Forecasting(
             ConnectorSettings(layers_per_slice=1, use_layerwise=joins), EngineFacts((BLOCK,), 64, ranks, SPACE)
         )
+        self.side.chance = chance
         self.side.set_ranks([RankObjects(b"s" * 32, 512)] * ranks, 64)
         self.side.bind_block_pool(self)
         self.ranks = [OneRank() for _ in range(ranks)]
@@ -104,30 +127,40 @@ class SmallEngine:
         self.seen: Counter[str] = Counter()
         self.requests: dict[str, Prompt] = {}
         self.held: dict[str, list[int]] = {}
+        self.gone: set[str] = set()
         self._free = deque(range(1, NUM_BLOCKS))
         self._users: Counter[int] = Counter()
         self._cached: dict[tuple[int, ...], int] = {}
         self._received: set[str] = set()
         self._reports: Counter[str] = Counter()
         self._queue: deque[tuple[StepOrders, list[Part]]] = deque()
+        self._late: set[str] = set()
+        self._told = False
         self._added = 0
 
     # ---- what a test does
 
-    def add(self, tokens: Sequence[int], new: int = 3) -> str:
-        """A request for these tokens and so many more."""
-        name = f"r{self._added}"
+    def add(self, tokens: Sequence[int], new: int = 3, name: str = "") -> str:
+        """A request for these tokens and so many more; by default under a name of its own."""
+        name = name or f"r{self._added}"
         self._added += 1
+        self.gone.discard(name)
         self.requests[name] = Prompt(name, list(tokens), ends_at=len(tokens) + new)
         return name
 
     def abort(self, name: str) -> None:
         """The request's client is gone."""
+        self.seen["aborted before its report"] += self.side.book.awaits_report(name)
         self._end(self.requests[name], "FINISHED_ABORTED")
+
+    def abort_late(self, name: str) -> None:
+        """The same, while the step runs whose outputs are handed out next."""
+        self._late.add(name)
 
     def preempt(self, name: str) -> None:
         """A running request loses its blocks."""
         one = self.requests[name]
+        self.seen["preempted before its report"] += self.side.book.awaits_report(name)
         self._give_back(one.table)
         one.table, one.computed, one.state = [], 0, "waiting"
 
@@ -175,7 +208,7 @@ class SmallEngine:
                 )
             end = one.computed + new
             taken = frozenset(one.table[: -(-one.computed // BLOCK)])
-            parts.append(Part(one, taken, frozenset(one.table[one.computed // BLOCK : -(-end // BLOCK)])))
+            parts.append(Part(one, taken, frozenset(one.table[one.computed // BLOCK : -(-end // BLOCK)]), one.load))
             one.state, one.has_run, one.computed = "running", True, end
             self._commit(one, end)
             if end == one.num_tokens and end < one.ends_at:
@@ -232,6 +265,7 @@ class SmallEngine:
         while (end := (len(hits) + 1) * BLOCK) < one.num_tokens and tokens[:end] in self._cached:
             hits.append(self._cached[tokens[:end]])
         local = len(hits) * BLOCK
+        self.seen["asks before its report"] += self.side.book.awaits_report(one.request_id)
         wanted, parked = self.side.matched_tokens(one, local)
         if wanted is None:
             return False
@@ -241,6 +275,7 @@ class SmallEngine:
         self._use(hits)
         one.table = [*hits, *self._take(needed)]
         self.side.allocated(one, (list(one.table),), wanted)
+        one.load = self.side._new_loads[-1].number if wanted else None
         one.computed, one.state = local + wanted, "parked" if parked else "waiting"
         return True
 
@@ -293,15 +328,47 @@ class SmallEngine:
             self._reports.update(polled.received)
             stores = {store.number: Ended(1, True) for store in orders.stores}
             mine = StepReport(loads=polled.ended, stores=stores, ready_slots=64)
-            report = mine if report is None else report.merged(mine)
+            if not mine.is_empty or orders.wants_report or not self._told:
+                report = mine if report is None else report.merged(mine)
+        self._told = True
+        self._hand_out(parts, invalid, report)
+
+    def _hand_out(self, parts: list[Part], invalid: set[int], report: StepReport | None) -> None:
+        """As the engine does it: who is aborted or done ends first, and the connector hears of the rest."""
+        for name in self._late & self.requests.keys():
+            self.abort(name)
+        self._late.clear()
+        self._end_those_done(parts, invalid)
         received = {name for name, count in self._reports.items() if count == len(self.ranks)}
         for name in received:
             del self._reports[name]
+        if not (parts or received or invalid or report):
+            self.seen["not handed out"] += 1
+            return
         output = SimpleNamespace(finished_recving=received, finished_sending=None, invalid_block_ids=invalid)
         self.side.step_done(output, report)
+        for name in output.finished_recving or ():
+            parked = name in self.requests and self.requests[name].state == "parked" and name not in self._received
+            assert parked, f"{name} is passed on, and no request of this name is parked"
+            self._received.add(name)
+            if self.side.book.awaits_report(name):
+                self._count_forecast(name)
         for name in output.finished_sending or ():
             self._give_back(self.held.pop(name))
-        self._received |= {name for name in output.finished_recving or () if name in self.requests}
+            self.gone.add(name)
+
+    def _count_forecast(self, name: str) -> None:
+        number = self.side.book._ahead[name]
+        landed = [rank.moving[number].query().landed for rank in self.ranks if number in rank.moving]
+        self.seen["by forecast"] += 1
+        self.seen["before any layer"] += sum(landed) == 0
+        self.seen["between two ranks' reports"] += self._reports[name] > 0
+        self.seen["before a rank has its order"] += any(number not in rank.orders for rank in self.ranks)
+        self.seen["ended on a rank"] += any(
+            number in rank.orders and rank.loads.find(number) is None for rank in self.ranks
+        )
+
+    def _end_those_done(self, parts: list[Part], invalid: set[int]) -> None:
         for one in list(self.requests.values()):
             in_step = next((part for part in parts if part.one is one), None)
             takes = in_step.taken if in_step is not None else frozenset(one.table) if one.state == "parked" else ()
@@ -318,6 +385,7 @@ class SmallEngine:
             self.held[one.request_id] = one.table
         else:
             self._give_back(one.table)
+            self.gone.add(one.request_id)
         one.table, one.state = [], "ended"
 
     def judge(self, rank: OneRank, parts: list[Part]) -> None:
@@ -325,6 +393,8 @@ class SmallEngine:
 
         By brute force over every load, every request of the batch and every block; and nobody writes such a block.
         """
+        for part in parts:
+            assert part.load is None or part.load in rank.orders, f"load {part.load} was never ordered"
         waits = {load.order.number for load in rank.loads.gated}
         for number in rank.unlanded():
             writes = rank.writes(number)
@@ -340,6 +410,21 @@ class SmallEngine:
             self.seen["sharers alone"] += bool(readers) and own not in readers
             self.seen["sharers of a part"] += bool(readers) and not any(writes <= part.taken for part in parts)
             self.seen["bystanders"] += bool(parts) and not readers and load is not None and load.released
+
+    def left_over(self) -> str:
+        """What is still kept of anybody, when nobody is there any more; "" if nothing is."""
+        book = self.side.book
+        kept: dict[str, object] = {
+            "requests": [*self.requests],
+            "held": [*self.held],
+            "work": book.num_open,
+            "parked": book._parked,
+            "reports that are to come": book._ahead,
+            "reports of some ranks": dict(+self._reports),
+            "releases to send": self.side._released,
+            "loads of ranks": [rank.loads.num_open for rank in self.ranks if rank.loads.num_open],
+        }
+        return ", ".join(f"{what}: {left}" for what, left in kept.items() if left)
 
     # ---- what lands
 

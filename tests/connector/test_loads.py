@@ -22,7 +22,9 @@ class BookMachine(RuleBasedStateMachine):
         self.book = WorkBook(RANKS)
         self.number = 0
         self.open: dict[int, tuple[str, set[int]]] = {}  # number -> (request, ranks on which it has ended)
-        self.parked: set[str] = set()
+        self.parked: dict[str, int] = {}
+        self.ahead: set[str] = set()  # let run, and not reported yet
+        self.failed: set[int] = set()
         self.over: set[str] = set()  # ended requests that are held
         self.passed: dict[str, int] = {}
         self.owed: set[str] = set()  # freed, and not named yet
@@ -31,14 +33,14 @@ class BookMachine(RuleBasedStateMachine):
     def begin(self, request: str, kind: Kind, parks: bool) -> None:
         parks = parks and kind is Kind.LOAD
         work = Work(self.number, request, kind, 10, parks)
-        if request in self.over or (parks and request in self.parked):
+        if request in self.over or (parks and (request in self.parked or request in self.ahead)):
             with pytest.raises(RuntimeError):
                 self.book.begin(work)
             return
         self.book.begin(work)
         self.open[self.number] = (request, set())
         if parks:
-            self.parked.add(request)
+            self.parked[request] = self.number
             self.passed[request] = 0
         self.number += 1
 
@@ -49,7 +51,27 @@ class BookMachine(RuleBasedStateMachine):
         assert passed == ({request} if expected else set())
         if expected:
             self.passed[request] += 1
-        self.parked.discard(request)
+        self.parked.pop(request, None)
+        self.ahead.discard(request)
+
+    @rule(request=st.sampled_from(REQUESTS))
+    def let_run(self, request: str) -> None:
+        number = self.parked.get(request)
+        released = self.book.release(request)
+        if number not in self.open or number in self.failed or request in self.over:
+            assert released is None
+            return
+        assert released == number
+        assert self.passed[request] == 0
+        self.passed[request] += 1
+        self.ahead.add(request)
+        del self.parked[request]
+
+    @rule(number=st.integers(0, 9))
+    def fail(self, number: int) -> None:
+        self.book.failed(number)
+        if number in self.open:
+            self.failed.add(number)
 
     @precondition(lambda self: self.open)
     @rule(pick=st.data(), rank=st.integers(0, RANKS - 1), ok=st.booleans())
@@ -77,7 +99,7 @@ class BookMachine(RuleBasedStateMachine):
         if busy:
             self.over.add(request)
         else:
-            self.parked.discard(request)
+            self.parked.pop(request, None)
 
     @rule()
     def free(self) -> None:
@@ -89,6 +111,7 @@ class BookMachine(RuleBasedStateMachine):
         assert self.book.num_open == len(self.open)
         assert self.book.num_held == len(self.over)
         assert all(times <= 1 for times in self.passed.values())
+        assert {name for name in REQUESTS if self.book.awaits_report(name)} == self.ahead
 
 
 TestBook = BookMachine.TestCase

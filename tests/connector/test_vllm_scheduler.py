@@ -83,7 +83,7 @@ def stored(side: SchedulerSide, name: str, num_tokens: int, blocks: list[int]) -
     side.allocated(request, (blocks,), 0)
     orders = side.step_orders(output_of((name, blocks, 0, num_tokens)))
     (store,) = orders.stores
-    done(side, stores={store.number: Ended(1, True)})
+    done(side, stores={store.number: Ended(side._facts.num_ranks, True)})
     assert not side.request_ended(request)
     return request
 

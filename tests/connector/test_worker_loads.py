@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
-from lamella.connector.step_orders import StepOrders
+from lamella.connector.step_orders import LoadOrder, StepOrders
 from lamella.cuda_ext.transfer import TransferState
 from rank_loads import LAYERS, READS_IT, TABLE, Moving, Rank
 
@@ -75,3 +76,83 @@ def test_a_released_load_holds_back_the_steps_that_may_read_it_and_no_others(ord
     assert rank.loads.poll().received
     rank.loads.begin_step(orders)
     assert rank.loads.gated == ([load] if waits else [])
+
+
+# ---------------------------------------------------------------- let run by the scheduler side
+
+
+LETS_RUN = StepOrders(num_tokens=1, num_decoding=1, held_blocks=frozenset(TABLE), held_is_known=True, released=(0,))
+
+
+def test_who_is_let_run_is_waited_for_from_that_step_on_and_reported_once_all_the_same() -> None:
+    rank = Rank()
+    load = rank.load_of(Moving(landed=0))
+    assert rank.loads.poll().received == set()
+    rank.loads.begin_step(replace(LETS_RUN, released=()))
+    assert rank.loads.gated == []
+    rank.loads.begin_step(LETS_RUN)
+    assert rank.loads.gated == [load]
+    rank.loads.wait_whole()
+    assert [rank.loads.poll().received for _ in range(3)] == [{"r0"}, set(), set()]
+    rank.loads.begin_step(replace(LETS_RUN, released=()))
+    assert rank.loads.gated == [load]
+    assert (rank.metrics.total("released_early"), rank.metrics.total("errors_reported")) == (1, 0)
+
+
+def test_a_load_that_comes_with_its_own_release_is_waited_for() -> None:
+    rank = Rank()
+    rank.moving.append(Moving(landed=0))
+    order = LoadOrder(0, "r0", (0, 1), 0, (TABLE,), 32, 0, False)
+    rank.loads.begin_step(replace(LETS_RUN, loads=(order,)))
+    assert [load.order for load in rank.loads.gated] == [order]
+    assert rank.loads.poll().received == {"r0"}
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["still landing", "all landed"])
+def test_a_release_of_what_a_look_has_reported_changes_nothing(ends: bool) -> None:
+    rank = Rank()
+    moving = rank.load(Moving())
+    if ends:
+        moving.land(LAYERS)
+        assert rank.loads.poll().ended
+    rank.loads.begin_step(LETS_RUN)
+    assert len(rank.loads.gated) == int(not ends)
+    assert rank.loads.poll().received == set()
+    assert rank.metrics.total("released_early") == 1
+
+
+def test_a_load_that_has_landed_unseen_is_let_run_without_counting_as_early_and_ends() -> None:
+    rank = Rank()
+    rank.load_of(Moving(landed=0)).transfer.land(LAYERS)  # type: ignore[union-attr]
+    rank.loads.begin_step(LETS_RUN)
+    assert rank.loads.gated == []
+    found = rank.loads.poll()
+    assert (found.received, [*found.ended]) == ({"r0"}, [0])
+    assert rank.metrics.total("released_early") == 0
+
+
+def test_a_load_that_failed_before_its_rank_knew_of_the_release_is_reported_in_every_step_that_holds_it() -> None:
+    rank = Rank()
+    moving = Moving(landed=0, ends=TransferState.FAILED)
+    rank.load_of(moving)
+    moving.fail()
+    found = rank.loads.poll()
+    assert (found.received, found.ended[0].ok) == ({"r0"}, False)
+    assert rank.loads.errors() == set(TABLE)  # of a parked request, as far as this rank knows
+    rank.loads.begin_step(LETS_RUN)
+    assert rank.loads.errors() == set(TABLE)
+    assert rank.loads.poll().received == set()
+    rank.loads.begin_step(StepOrders(held_is_known=True))
+    assert rank.loads.errors() == set()
+
+
+def test_a_failed_load_that_has_not_drained_is_reported_once_it_was_let_run() -> None:
+    """Else the ranks' reports of this name would never be even."""
+    rank = Rank()
+    load = rank.load_of(Moving(landed=0, ends=TransferState.RUNNING))
+    load.failed = "the copy was lost"
+    assert rank.loads.poll().received == set()
+    rank.loads.begin_step(LETS_RUN)
+    found = rank.loads.poll()
+    assert (found.received, found.ended) == ({"r0"}, {})
+    assert rank.metrics.total("released_early") == 0
