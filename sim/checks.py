@@ -65,6 +65,7 @@ class ArmCheck(NamedTuple):
         setting: what of it the world knows, the same for arms that differ in nothing else.
         full_graphs: it decodes with full graphs.
         spoiled: a known fault of the recorded product, no part of the model, shows in its own instants.
+        other_auto: it was chosen by other rules than the model's.
     """
 
     cell: str
@@ -74,6 +75,7 @@ class ArmCheck(NamedTuple):
     setting: str = ""
     full_graphs: bool = False
     spoiled: bool = False
+    other_auto: bool = False
 
     @property
     def error(self) -> float:
@@ -108,6 +110,11 @@ class RecordedArm:
         tpot = statistics.fmean(one.tpot_ns for repeat in self.repeats for one in repeat.counted)
         parts = _mean_parts(found for repeat in self.repeats for found in _recorded_parts(repeat))
         return Measured(statistics.fmean(means), error, tpot, percentiles(every), len(means), parts)
+
+    @property
+    def other_auto(self) -> bool:
+        """Whether the world chooses for its requests, and by other rules than a repeat of it did."""
+        return self.model.strategy.chooses and any(one.other_auto for one in self.repeats)
 
     def spoiled(self, device: Device) -> bool:
         """Whether a lane whose pace can fall let a repeat's loads crawl, by what the link carried."""
@@ -195,5 +202,12 @@ def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Ove
     parts = _mean_parts(_predicted_parts(records))
     predicted = Predicted(statistics.fmean(times), tpot, percentiles(times), parts)
     return ArmCheck(
-        first.cell.name, first.arm, arm.measured, predicted, str(arm.model), arm.model.full_graphs, arm.spoiled(device)
+        first.cell.name,
+        first.arm,
+        arm.measured,
+        predicted,
+        str(arm.model),
+        arm.model.full_graphs,
+        arm.spoiled(device),
+        arm.other_auto,
     )

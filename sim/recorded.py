@@ -130,6 +130,7 @@ class RecordedRepeat:
         commit: of the connector; empty where the run does not say.
         steps_wait: what its steps waited for.
         slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace.
+        other_auto: its `auto` went by other rules than the model's.
     """
 
     cell: RecordedCell
@@ -142,6 +143,7 @@ class RecordedRepeat:
     commit: str = ""
     steps_wait: StepsWait = StepsWait.BATCH
     slow_lane: bool = False
+    other_auto: bool = False
 
     def prompt_tokens(self, number: int) -> int:
         """Of its request of that number."""

@@ -19,10 +19,12 @@ class Known(NamedTuple):
         steps_wait: what its steps wait for.
         slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace; arms in which
             that shows are not judged by.
+        other_auto: its `auto` went by other rules than the model's, which is not judged by those arms.
     """
 
     steps_wait: StepsWait = StepsWait.BATCH
     slow_lane: bool = False
+    other_auto: bool = False
 
 
 NOTHING_KNOWN: Final[Mapping[str, Known]] = MappingProxyType({})
@@ -85,6 +87,8 @@ def _known(commit: str, facts: Any) -> Known:
         raise ValueError(f"commit {commit}: known are {', '.join(Known._fields)}, got {facts!r}")
     if facts.get("steps_wait", ways[0]) not in ways:
         raise ValueError(f"commit {commit}: steps_wait must be one of {', '.join(ways)}, got {facts['steps_wait']!r}")
-    if not isinstance(facts.get("slow_lane", False), bool):
-        raise ValueError(f"commit {commit}: slow_lane must be true or false, got {facts['slow_lane']!r}")
-    return Known(StepsWait(facts.get("steps_wait", ways[0])), facts.get("slow_lane", False))
+    for name in ("slow_lane", "other_auto"):
+        if not isinstance(facts.get(name, False), bool):
+            raise ValueError(f"commit {commit}: {name} must be true or false, got {facts[name]!r}")
+    flags = (facts.get(name, False) for name in ("slow_lane", "other_auto"))
+    return Known(StepsWait(facts.get("steps_wait", ways[0])), *flags)

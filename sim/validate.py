@@ -86,6 +86,11 @@ class Judgement:
         """How many arms a known fault of the recorded product spoiled."""
         return sum(arm.spoiled for arm in self.arms)
 
+    @property
+    def other_auto(self) -> int:
+        """How many arms were chosen by other rules than the model's."""
+        return sum(arm.other_auto for arm in self.arms)
+
     def error_at(self, share: float, *, of_all: bool = False) -> float:
         """The error that such a share of the arms does not exceed, of those judged by or of all; 0 without arms."""
         errors = self.all_errors if of_all else self.errors
@@ -160,13 +165,15 @@ class Validation:
                     f"{title}: {arm.cell} {arm.arm}: recorded {recorded:.1f} ms (± {arm.spread:.1%}, "
                     f"{arm.measured.repeats} repeats), predicted {predicted:.1f} ({arm.error:+.1%}); {tail}"
                     + ("; not judged by: its lane fell behind" if arm.spoiled else "")
+                    + ("; not judged by: its auto went by other rules" if arm.other_auto else "")
                 )
         test = self.test
         said.append(
             f"Held out: error of the mean time to first token {test.error_at(0.5):.1%} in the median and "
             f"{test.error_at(0.9):.1%} at p90 of {len(test.errors)} arms (over all {len(test.arms)} "
             f"{test.error_at(0.5, of_all=True):.1%} and {test.error_at(0.9, of_all=True):.1%}; of the others a slow "
-            f"lane spoiled {test.spoiled}, the rest are recorded only once or to worse than {RELIABLE:.0%}); "
+            f"lane spoiled {test.spoiled}, auto went by other rules in {test.other_auto}, the rest are recorded only "
+            f"once or to worse than {RELIABLE:.0%}); "
             f"the side of zero right in {test.right_signs} "
             f"of {len(test.shown)} effects that the run shows; regret of the advice at most "
             f"{test.largest_regret:.1%} in {len(test.advice)} cells."
@@ -192,6 +199,7 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
                 "spread": arm.spread if math.isfinite(arm.spread) else None,
                 "judged": is_reliable(arm),
                 "spoiled": arm.spoiled,
+                "other_auto": arm.other_auto,
                 "recorded": {**_without_parts(arm.measured), "error_ns": _finite(arm.measured.error_ns)},
                 "predicted": _without_parts(arm.predicted),
                 "parts_ns": _parts_document(arm),
@@ -227,8 +235,8 @@ def _finite(value: float) -> float | None:
 
 
 def is_reliable(check: ArmCheck) -> bool:
-    """Whether the recording is sure enough of the arm to judge a prediction by it, and no known fault is in it."""
-    return not check.spoiled and check.spread <= RELIABLE
+    """Whether the recording is sure enough of the arm to judge a prediction by it, and it is what the model is of."""
+    return not check.spoiled and not check.other_auto and check.spread <= RELIABLE
 
 
 def judge(checks: Sequence[ArmCheck]) -> Judgement:

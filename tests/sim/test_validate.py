@@ -311,12 +311,13 @@ def test_lines_of_other_kinds_are_counted() -> None:
         ('{"calibrate": ["a"], "test": ["a"]}', "a in both lists: a cell that was fitted on proves nothing"),
         ('{"calibrate": ["a"], "test": []}', "nothing would be judged"),
         ('{"test": ["a"], "commits": []}', "commits must be an object"),
-        ('{"test": ["a"], "commits": {"c": {"pace": 1}}}', "commit c: known are steps_wait, slow_lane"),
+        ('{"test": ["a"], "commits": {"c": {"pace": 1}}}', "commit c: known are steps_wait, slow_lane, other_auto"),
         (
             '{"test": ["a"], "commits": {"c": {"steps_wait": "all"}}}',
             "steps_wait must be one of batch, every, got 'all'",
         ),
         ('{"test": ["a"], "commits": {"c": {"slow_lane": 1}}}', "slow_lane must be true or false, got 1"),
+        ('{"test": ["a"], "commits": {"c": {"other_auto": 0}}}', "other_auto must be true or false, got 0"),
     ],
 )
 def test_a_split_that_proves_nothing_is_refused(text: str, words: str) -> None:
@@ -351,10 +352,10 @@ def test_the_committed_recordings_give_the_figures_that_are_quoted() -> None:
     assert found.overheads == open_overheads("vllm-0.26-h200-llama-3.1-8b")
     test = found.test
     assert test.error_at(0.5) <= 0.05
-    assert test.error_at(0.9) <= 0.115, "the aim, 10%, is missed"
-    assert test.right_signs == len(test.shown) >= 20
+    assert test.error_at(0.9) <= 0.10
+    assert test.right_signs == len(test.shown) >= 14
     assert sorted(advice.regret for advice in test.advice)[-3] <= 0.03, "the aim is missed in two cells"
-    assert test.largest_regret <= 0.165
+    assert test.largest_regret <= 0.06
     assert {(arm.cell, arm.arm) for arm in test.arms if arm.spoiled} == {
         ("c4_hit12288_new2866_chunk4096", "auto"),
         ("c4_hit12288_new2866_chunk4096", "fifo_first"),
@@ -381,6 +382,20 @@ def test_an_arm_is_spoiled_by_a_known_fault_that_its_own_lane_shows(lane_us: int
     (arm,) = found.arms
     assert arm.spoiled == spoiled
     assert (len(found.errors), len(found.all_errors), found.spoiled) == (not spoiled, 1, spoiled)
+
+
+def test_an_auto_of_other_rules_is_predicted_and_not_judged_by() -> None:
+    """Only where the world chooses: first-layer release is what it was."""
+    rows = [
+        repeat_row(cell("x", 1), arm, n, [request_row(90_000)] * 3) for n in range(2) for arm in ("fifo_first", "auto")
+    ]
+    lines = lines_of({**engine_row(), "commit": "old"}, *rows)
+    for other in (False, True):
+        split = Split((), ("x",), {"old": Known(other_auto=other)})
+        found = validate(read_recorded(lines, "x"), DEVICE, split, KNOWN)
+        assert {arm.arm for arm in found.test.arms if arm.other_auto} == ({"auto"} if other else set())
+        assert (len(found.test.errors), len(found.test.all_errors)) == (2 - other, 2)
+        assert any("its auto went by other rules" in line for line in found.lines()) == other
 
 
 def test_what_steps_wait_for_is_known_by_commit() -> None:
