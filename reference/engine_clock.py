@@ -41,7 +41,7 @@ class EngineClock:
     >>> clock.step_made(101, 8, prefills=False)
     >>> clock.handed_out(137)
     >>> clock.wait_ns(137)
-    6
+    8
     """
 
     def __init__(self, *, steps_ahead: bool, step_ns: int, now_ns: int, joining_ns: int = JOINING_NS) -> None:
