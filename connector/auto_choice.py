@@ -23,7 +23,7 @@ from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
-from lamella.reference.engine_clock import EngineClock
+from lamella.reference.engine_clock import EngineClock, joining_ns
 from lamella.reference.hand_out import RELEASE_LAG_STEPS, CandidateLoad, released_at_hand_out
 from lamella.reference.release import StallPrice
 from lamella.reference.slices import plan_slices
@@ -119,6 +119,8 @@ class AutoChoice:
             step_ns=self._engine.step_ns,
             idle=self._engine.is_idle,
             release_lag_ns=self._release_lag_ns,
+            joining_ns=joining_ns(num_tokens),
+            first_tokens=self._first_tokens if self._facts.steps_ahead else 0,
         )
         decision = self._policy.choose(view, self.correction, self._can)
         before = self._chosen.get(name)
@@ -278,7 +280,7 @@ class AutoChoice:
                 self._decoding.add(one.request)
         self._last_begun = self._last_number
         self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
-        lasts_ns = round(self._step_expected_ns * self.correction.steps) or self._engine.step_ns
+        lasts_ns = round(self._step_expected_ns * self.correction.steps) if prefills else self._engine.step_ns
         self._engine.step_made(now_ns, lasts_ns if batch.names else 0, prefills=bool(prefills))
         taken = sum(left for _, left in self._cut.values()) + len(self._decoding)
         budget = self._facts.token_budget

@@ -13,15 +13,27 @@ from __future__ import annotations
 
 from typing import Final
 
+_PASS_NS: Final = 1_300_000
+_JOIN_NS_PER_TOKEN: Final = 250
+"""What a step takes the host before its first layer, and for each token of a prompt that joins it. Source: 1.3 ms, and
+4.0 for 16 thousand tokens, of vLLM 0.26 beside an H200: benchmarks/results/h200-2026-11-29-validation.json."""
 JOINING_NS: Final = 5_000_000
-"""From the making of a step with prompts in it to its first layer. Source: what a pass and a join take the host of
-vLLM 0.26 beside an H200, 1.3 and 4.0 ms, by benchmarks/results/h200-2026-11-29-validation.json."""
+"""Both, for prompts of about that length."""
 _ABOUT: Final = 0.25
 """A hand-out so much of a step's length behind its forecast end is still its end."""
 _SMOOTHED: Final = 0.25
 """Weight of the latest decode step in the length that the next one is taken to have."""
 _LONGEST: Final = 4
 """A decode step this many times as long as was expected counts as no longer."""
+
+
+def joining_ns(prompt_tokens: int) -> int:
+    """From the making of a step that such a prompt joins to its first layer, and to the begin of a load it brings.
+
+    >>> joining_ns(16_128)
+    5332000
+    """
+    return _PASS_NS + _JOIN_NS_PER_TOKEN * prompt_tokens
 
 
 class EngineClock:

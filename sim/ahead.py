@@ -196,11 +196,6 @@ class AheadEngine(Engine):
     def _release_at_hand_out(self) -> None:
         """What the scheduler lets run by itself, knowing all that was reported, in the pass that it makes now."""
 
-    def _begun_loads(self) -> list[Job]:
-        """Those that wait for a load that began in an earlier pass."""
-        starting = set(map(id, self._starting))
-        return [job for job in self._scheduler.waiting.values() if job.transfer is not None and id(job) not in starting]
-
     def _takes_ns(self, mean_ns: int) -> int:
         """How long the thread takes this time for what takes it so long in the mean."""
         if self._chance is None:
