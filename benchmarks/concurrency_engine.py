@@ -334,7 +334,7 @@ class ConcurrencyEngine:
         self._engine.abort_request(list(names))
         self._open.difference_update(names)
 
-    def answers(self, requests: Sequence[Request], concurrency: int, top: int = 3) -> list[dict[str, Any]]:
+    def answers(self, requests: Sequence[Request], concurrency: int, top: int = 10) -> list[dict[str, Any]]:
         """Each request's tokens and, for each of them, the likeliest tokens with their log-probabilities."""
         self._top, self._top_wanted = {}, top
         try:
