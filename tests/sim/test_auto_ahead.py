@@ -16,7 +16,7 @@ import pytest
 
 from lamella.reference import hand_out
 from lamella.reference.auto import AutoPolicy
-from lamella.reference.auto_view import AutoView, Decision
+from lamella.reference.auto_view import Abilities, AutoView, Decision
 from lamella.reference.release import WeighedRelease
 from lamella.sim import auto as sim_auto
 from lamella.sim.ahead import AheadEngine, Pass
@@ -135,6 +135,35 @@ def test_a_bare_engine_has_no_lag_and_releases_at_its_polls() -> None:
         world.run()
         assert any(views) == (device is not bare)
         views.clear()
+
+
+def test_chunk_major_is_left_to_the_workers_looks_as_the_connector_leaves_it() -> None:
+    device = Device(load_profile(), extrapolate=True).with_overheads(open_overheads(SHIPPED).overheads)
+    engine = partial(device.engine(AUTO), can=Abilities(early=False, sync=False, off=False))
+    world = World(device.compute(AUTO), AUTO.order, AUTO.release, device.settings(), make_engine=engine)
+    world.loop_closed(4, [device.request(Regime(15_360, 768, 4, 16), AUTO, tag) for tag in range(16)])
+    world.run()
+    assert all(record.all_landed_ns <= record.ready_ns < record.released_ns for record in world.records)
+
+
+def test_who_was_released_in_a_pass_waits_no_more_for_those_who_ask_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    view_of, asked = AutoAheadEngine._view, []
+
+    def watched(engine: AutoAheadEngine, job: Job, tokens: int) -> AutoView:
+        view = view_of(engine, job, tokens)
+        now = engine._clock.now_ns
+        let_run = [
+            one for _, one in engine._scheduler._ready if one.submitted_ns < one.ready_ns == one.released_ns == now
+        ]
+        for one in let_run:
+            assert one.sequence not in engine._ledger._open or not engine._ledger._open[one.sequence].parked
+        asked.append(len(let_run))
+        return view
+
+    monkeypatch.setattr(AutoAheadEngine, "_view", watched)
+    for seed in range(SEEDS):
+        serve(AUTO, 8, 768, seed)
+    assert max(asked) > 0
 
 
 # ---------------------------------------------------------------- wrong engines
