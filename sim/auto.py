@@ -10,7 +10,7 @@ from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
-from lamella.reference.engine_clock import EngineClock
+from lamella.reference.engine_clock import EngineClock, joining_ns
 from lamella.reference.hand_out import RELEASE_LAG_STEPS, CandidateLoad, released_at_hand_out
 from lamella.reference.release import StallPrice, Whole, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
@@ -104,7 +104,17 @@ class AutoEngine(Engine):
             step_ns=self._decode_ns(),
             idle=not decoding,
             release_lag_ns=self._release_lag_ns(),
+            joining_ns=self._joining_ns(job),
+            first_tokens=self._first_tokens(),
         )
+
+    def _joining_ns(self, job: Job) -> int:
+        """What the host takes to put the job into a step, before its load begins."""
+        return 0
+
+    def _first_tokens(self) -> int:
+        """Of the step that computes now, if they are handed out when the next one has been launched."""
+        return 0
 
     def _release_lag_ns(self) -> int:
         """From a release to the start of its step, in an engine that computes a step for others meanwhile."""
@@ -206,6 +216,12 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
     def _engine_wait_ns(self) -> int:
         return self._device.wait_ns(self._clock.now_ns)
 
+    def _joining_ns(self, job: Job) -> int:
+        return joining_ns(job.prompt_tokens)
+
+    def _first_tokens(self) -> int:
+        return sum(len(made.firsts) for made in self._passes)
+
     def _release_lag_ns(self) -> int:
         return RELEASE_LAG_STEPS * self._decode_ns() or self._settings.idle_poll_ns
 
@@ -229,7 +245,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
             decoding=scheduler.decode_batch,
             prefills=len(scheduler.unfinished()),
             step_fixed_ns=self._policy.step_fixed_ns(self.correction),
-            first_tokens=sum(len(made.firsts) for made in self._passes),
+            first_tokens=self._first_tokens(),
         )
         for index in released:
             job = jobs[index]
