@@ -48,7 +48,9 @@ test-vllm: prepare
 	@echo "== pytest inside real vLLM, one step after another"
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio tests/with_vllm
 	@echo "== pytest inside real vLLM, steps scheduled ahead"
-	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu $(AHEAD)
+	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu $(AHEAD) tests/with_vllm/test_auto_ahead.py
+	@echo "== pytest inside real vLLM, steps scheduled ahead, requests let run before anything of their loads has landed"
+	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.released_by_forecast $(firstword $(AHEAD))
 	@echo "== pytest inside real vLLM, steps scheduled ahead, decoding steps that pass for full graphs"
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.full_graphs_before $(AHEAD)
 

@@ -93,7 +93,7 @@ def decoding(num_requests: int, **settings: Any) -> tuple[Engine, dict[str, int]
 
 
 @pytest.mark.parametrize(
-    ("settings", "most_calls"), [({}, 12), ({"release": "jit"}, 14), ({"layers_per_slice": "auto"}, 29)], ids=str
+    ("settings", "most_calls"), [({}, 12), ({"release": "jit"}, 14), ({"layers_per_slice": "auto"}, 30)], ids=str
 )
 def test_a_step_that_only_decodes_costs_as_many_calls_with_64_requests_as_with_one(
     settings: dict[str, Any], most_calls: int

@@ -91,5 +91,14 @@ def test_l_they_are_overwritten_in_use_where_the_faster_rank_decides(ranks: dict
     assert not answer_in(case).same(expected)
 
 
+def test_a_request_let_run_before_either_rank_landed_anything_waits_for_the_slower_one_and_is_reported_by_both(
+    ranks: dict[str, Any], expected: Answer
+) -> None:
+    answer = answer_in(ranks["let_run"])
+    assert answer.same(answer_in({"answer": ranks["shared"][0]}))
+    assert answer.cached == 448
+    assert ranks["let_run"]["left"] == {"of some ranks": {}, "of any": {}}
+
+
 def test_two_ranks_leave_nothing_behind(ranks: dict[str, Any]) -> None:
     assert ranks["left"] == {"free_blocks": 39, "holds": 0}

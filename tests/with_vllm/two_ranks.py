@@ -4,7 +4,8 @@
 
 Prints one line of JSON: `shared`, the prompt's answers over nothing, computed and loaded; `expected`, answers to be had
 in blocks of an aborted load, the engine's own with its steps cut otherwise; and for each rule that is off ("" for none)
-the answer there, and whether the blocks were used anew before rank 0 was done with them.
+the answer there, and whether the blocks were used anew before rank 0 was done with them. `let_run`: the prompt's answer
+when it runs before either rank has landed anything, and what is still awaited afterwards.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -158,6 +160,28 @@ class TwoRanks:
         self.settle()
         return {"answer": answer._asdict(), "used_before_rank_0_was_done": freed}
 
+    def let_run_before_anything_landed(self) -> dict[str, Any]:
+        """The request runs as soon as outputs are handed out; rank 0 lands at once, rank 1 half a second later."""
+        side: Any = type(self.side)
+        kept = {name: vars(side)[name] for name in ("_may_join", "_wants_hand_outs")}
+        side._may_join = lambda side: list(side.book._parked)
+        side._wants_hand_outs = property(lambda side: bool(side.book._parked))
+        try:
+            before = self.side.metrics.total("released_by_forecast")
+            self.add("r1", P)
+            self.step_until(lambda: self.side.metrics.total("released_by_forecast") > before)
+            self.grant(0, LAYERS)
+            slower = threading.Timer(0.5, self.grant, (1, LAYERS))
+            slower.start()
+            answer = self.finish("r1")
+            slower.join()
+        finally:
+            for name, one in kept.items():
+                setattr(side, name, one)
+        self.settle()
+        left = {"of some ranks": self.aggregator._recv_remaining_count, "of any": self.side.book._ahead}
+        return {"answer": answer._asdict(), "left": left}
+
 
 def main() -> None:
     model, objects = map(Path, sys.argv[1:])
@@ -172,11 +196,13 @@ def main() -> None:
     ranks.settle()
     print("free", ranks.free_blocks, file=sys.stderr)
     found = {rule: ranks.aborted_with_one_rank_behind(rule) for rule in ("", "free_on_minimum")}
+    let_run = ranks.let_run_before_anything_landed()
     left = {"free_blocks": ranks.free_blocks, "holds": ranks.side.book.num_held}
     rows = {
         "expected": [one._asdict() for one in expected],
         "shared": [computed._asdict(), loaded._asdict()],
         "cases": found,
+        "let_run": let_run,
         "left": left,
     }
     print("ROWS " + json.dumps(rows), flush=True)
