@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
+from lamella.connector.connector_metrics import Metrics
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
 from lamella.cuda_ext.transfer import Arriving
 
@@ -55,3 +57,17 @@ class Polled:
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)
     ended: dict[int, Ended] = field(default_factory=dict)
+
+
+def cancel_transfer(submitted: Future[Arriving]) -> None:
+    """The transfer, if one came of it, issues nothing more."""
+    if not submitted.cancelled() and submitted.exception() is None:
+        submitted.result().cancel()
+
+
+def count_landed(metrics: Metrics, num_slices: int, num_bytes: int, landed_ns: Sequence[int]) -> None:
+    """A load that has landed is counted; `landed_ns`, since it was ordered, a slice each."""
+    metrics.observe("first_layer_ns", max(0, landed_ns[0]))
+    metrics.observe("last_layer_ns", max(0, landed_ns[-1]))
+    metrics.count("loaded_bytes", num_bytes)
+    metrics.count("loads_layerwise" if num_slices > 1 else "loads_whole")

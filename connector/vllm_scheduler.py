@@ -270,8 +270,7 @@ class SchedulerSide:
         """Takes the workers' report in and settles what `output` (vLLM's KVConnectorOutput) reports to the engine.
 
         `finished_recving` keeps what may be passed on and gains what may run by forecast, and `finished_sending` gains
-        the held requests of which nothing is in flight any more; vLLM acts on both right after this call, and makes the
-        next step behind it.
+        the held requests of which nothing is in flight any more; vLLM acts on both right after this call.
         """
         if report is None and not output.finished_recving and not output.invalid_block_ids:
             self._release_by_forecast(output)
@@ -313,9 +312,7 @@ class SchedulerSide:
         Not where workers release nothing before it has landed: with several groups, or once a hook was passed over.
         """
         for name in self._may_join():
-            if self._releases_whole:
-                return
-            number = self.book.release(name)
+            number = None if self._releases_whole else self.book.release(name)
             if number is None:
                 continue
             if self._auto is not None:

@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import CancelledError, Executor
 from typing import Final
 
 from lamella.connector.at_once import AtOnce
 from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
-from lamella.connector.load_in_flight import Load, Polled
+from lamella.connector.load_in_flight import Load, Polled, cancel_transfer, count_landed
 from lamella.connector.release_look import may_run
 from lamella.connector.safety_rules import SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
@@ -134,10 +134,7 @@ class WorkerLoads:
         self._loads[order.number] = load
 
     def _let_run(self, number: int, now_ns: int) -> None:
-        """The scheduler side has let the load's request run: steps wait for it from here on.
-
-        The next look reports it received all the same, once on every rank, as whoever adds the ranks up expects.
-        """
+        """The scheduler side has let the load's request run: steps wait for it from here on, and the next look tells."""
         load = self._loads.get(number)
         if load is not None and not load.released:
             load.released = True
@@ -269,7 +266,7 @@ class WorkerLoads:
     def _report(self, load: Load, transfer: Arriving | None, ended: bool, found: Polled) -> None:
         if load.reported:
             return
-        if not load.released:  # else the scheduler side has let it run
+        if not load.released:  # else the scheduler side has let it run, and each rank is still to report it once
             if not ended and (load.failed or load.cancelled or transfer is None or not self._may_run(load, transfer)):
                 return
             if not load.failed and not load.cancelled:
@@ -343,7 +340,7 @@ class WorkerLoads:
             return
         transfer = load.transfer
         if transfer is None:
-            load.submitted.add_done_callback(_cancel_transfer)
+            load.submitted.add_done_callback(cancel_transfer)
             return
         transfer.cancel()
         try:
@@ -395,15 +392,7 @@ class WorkerLoads:
         if transfer is None or load.failed or load.cancelled:
             return
         landed = transfer.timestamps_ns().landed_ns
+        num_bytes = (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes
         if self._on_landed is not None:
-            num_bytes = (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes
             self._on_landed(transfer.num_slices, num_bytes, transfer.query().started_ns, landed[-1])
-        self._metrics.observe("first_layer_ns", max(0, landed[0] - load.ordered_ns))
-        self._metrics.observe("last_layer_ns", max(0, landed[-1] - load.ordered_ns))
-        self._metrics.count("loaded_bytes", (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes)
-        self._metrics.count("loads_layerwise" if transfer.num_slices > 1 else "loads_whole")
-
-
-def _cancel_transfer(submitted: Future[Arriving]) -> None:
-    if not submitted.cancelled() and submitted.exception() is None:
-        submitted.result().cancel()
+        count_landed(self._metrics, transfer.num_slices, num_bytes, [at - load.ordered_ns for at in landed])
