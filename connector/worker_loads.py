@@ -134,7 +134,7 @@ class WorkerLoads:
         self._loads[order.number] = load
 
     def _let_run(self, number: int, now_ns: int) -> None:
-        """The scheduler side has let the load's request run: steps wait for it from here on, and the next look tells."""
+        """The scheduler side lets the load's request run: steps wait for it from here on; the next look tells."""
         load = self._loads.get(number)
         if load is not None and not load.released:
             load.released = True
