@@ -102,13 +102,16 @@ def test_who_is_gone_is_no_candidate() -> None:
     assert (auto.handed_out(), auto.has_parked) == ([], False)
 
 
-def test_a_step_without_room_lets_nobody_join() -> None:
+@pytest.mark.parametrize(("left", "joins"), [(100, ["s"]), (10_000, [])], ids=["room", "full"])
+def test_a_step_without_room_lets_nobody_join(left: int, joins: list[str]) -> None:
     clock = Clock()
     auto = decoding(clock)
-    auto.missed("p", 0, 30_000)
-    auto.step_made(batch_of(Scheduled("p", 0, 8_192)), requests(p=30_000))
+    auto.forget("a")
+    parked(auto, "s", 1, cached=2_048, new=16)
+    auto.missed("p", 0, 8_000 + left)
+    auto.step_made(batch_of(Scheduled("p", 0, 8_000)), requests(p=8_000 + left))
     clock.now_ns = 10_000 * MS
-    assert auto.handed_out() == []
+    assert auto.handed_out() == joins
 
 
 def test_of_long_prefills_one_joins_a_step_in_the_order_of_the_loads() -> None:

@@ -142,3 +142,25 @@ def test_l_blocks_are_held_until_every_rank_has_landed() -> None:
 
 def test_l_one_rank_frees_what_another_still_writes_without_the_rule() -> None:
     assert freed_when_one_rank_is_done(SafetyRules(free_on_minimum=False))
+
+
+def test_a_report_that_a_request_did_not_wait_for_is_awaited_until_it_comes_and_nothing_else_is_parked_before() -> None:
+    book = WorkBook(RANKS)
+    book.begin(Work(0, "a", Kind.LOAD, 100, waits_for_report=True))
+    assert (book.release("a"), book.release("a")) == (0, None)
+    book.ended(0, Ended(RANKS, True))
+    assert book.awaits_report("a")  # a rank may have been slower to say so than to end
+    with pytest.raises(RuntimeError, match="a is still to be reported for load 0"):
+        book.begin(Work(1, "a", Kind.LOAD, 100, waits_for_report=True))
+    assert book.received(["a"]) == set()
+    book.begin(Work(1, "a", Kind.LOAD, 100, waits_for_report=True))
+    assert book.received(["a"]) == {"a"}
+
+
+def test_a_load_that_failed_on_a_rank_is_released_by_its_report_only() -> None:
+    book = WorkBook(RANKS)
+    book.begin(Work(0, "a", Kind.LOAD, 100, waits_for_report=True))
+    book.failed(0)
+    book.failed(7)  # of nobody
+    assert book.release("a") is None
+    assert book.received(["a"]) == {"a"}

@@ -156,3 +156,4 @@ def test_a_failed_load_that_has_not_drained_is_reported_once_it_was_let_run() ->
     found = rank.loads.poll()
     assert (found.received, found.ended) == ({"r0"}, {})
     assert rank.metrics.total("released_early") == 0
+    assert "release_ns" not in rank.metrics.take()  # nobody waited until it was right
