@@ -107,7 +107,8 @@ def test_a_step_without_room_lets_nobody_join(left: int, joins: list[str]) -> No
     clock = Clock()
     auto = decoding(clock)
     auto.forget("a")
-    parked(auto, "s", 1, cached=2_048, new=16)
+    for number, name in enumerate("st", 1):  # somebody is behind: one short prefill shares the step that p goes on in
+        parked(auto, name, number, new=16)
     auto.missed("p", 0, 8_000 + left)
     auto.step_made(batch_of(Scheduled("p", 0, 8_000)), requests(p=8_000 + left))
     clock.now_ns = 10_000 * MS
