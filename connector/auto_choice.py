@@ -188,6 +188,8 @@ class AutoChoice:
 
     def load_ended(self, number: int) -> None:
         """The load has landed, failed or been cancelled on every rank."""
+        for name in [name for name, one in self._parked.items() if one[0] == number]:
+            del self._parked[name]  # nothing is left to forecast
         self._ledger.ended(number, self._clock_ns())
 
     def released(self, name: str) -> None:

@@ -69,7 +69,9 @@ class EngineClock:
 
     def step_made(self, now_ns: int, lasts_ns: int, *, prefills: bool) -> None:
         """A step was made that should compute for `lasts_ns`, 0: nothing; with prompts in it or without."""
-        computed = self._decoded_before if self._steps_ahead else self._decodes  # what the engine did since the last
+        # Where steps are made ahead, the one before the last computed since then, while the last was launched: a launch
+        # with prompts in it may wait for a load, and says nothing of the step that computes.
+        computed = self._decodes and (self._decoded_before or not self._steps_ahead)
         if computed and self._lasts_ns and lasts_ns:
             took_ns = min(now_ns - self._made_ns, round(_LONGEST * self._step_ns))
             self._step_ns += _SMOOTHED * (took_ns - self._step_ns)
