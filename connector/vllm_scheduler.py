@@ -273,7 +273,8 @@ class SchedulerSide:
         the held requests of which nothing is in flight any more; vLLM acts on both right after this call.
         """
         if report is None and not output.finished_recving and not output.invalid_block_ids:
-            self._release_by_forecast(output)
+            if self._loads or self._auto is not None:  # somebody to let run, or whoever keeps the time
+                self._release_by_forecast(output)
             self._pass_on_freed(output)
             return
         if report is not None:
