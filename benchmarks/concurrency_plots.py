@@ -22,9 +22,12 @@ _COLOURS: Final = {
     "shortest_first": "#6f42c1",
     "sync": "#e0a800",
     "auto": "#2ca02c",
+    "interleaved_full_graphs": "#7b241c",
     "fifo_full_graphs": "#0b3d66",
     "sync_full_graphs": "#8a6d00",
     "auto_full_graphs": "#145214",
+    "auto_light_full_graphs": "#58b368",
+    "auto_heavy_full_graphs": "#a3d9a5",
 }
 
 

@@ -2,10 +2,12 @@
 """The table of a concurrency run: every arm of every cell beside the better chunk-major form and the ceiling.
 
     concurrency_report.py RUN ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
+        [--newest]
 
 A change counts only where the standard errors of both arms are at most 2%, the earlier and the later half of the
 baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
-shown" and why. Last come the goals beside what was measured, and what one thing at a time changes.
+shown" and why. Last come the goals beside what was measured, and what one thing at a time changes. Runs of one engine
+are joined; of runs of several commits `--newest` takes each cell from the last run named that has it.
 """
 
 from __future__ import annotations
@@ -22,7 +24,15 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 from concurrency_figures import CellFigures, figures_of, verdicts_of
-from concurrency_goals import cells_table, differences_table, gains_table, goals, goals_table, predictions_of
+from concurrency_goals import (
+    cells_table,
+    differences_table,
+    gains_table,
+    goals,
+    goals_table,
+    predictions_of,
+    regrets_table,
+)
 from concurrency_rules import Mean, Row
 
 
@@ -37,6 +47,33 @@ def read(paths: Sequence[Path]) -> list[Row]:
             except json.JSONDecodeError:
                 print(f"{path.name}: a line cut short is left out", file=sys.stderr)
     return rows
+
+
+def newest(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """Each cell's lines of the last run that has repeats of it, and its answers of the last that has answers of it."""
+    last: dict[tuple[str, str], int] = {}
+    for number, rows in enumerate(runs):
+        last.update({_subject(row): number for row in rows if row["kind"] != "engine"})
+    return [
+        row
+        for number, rows in enumerate(runs)
+        for row in rows
+        if row["kind"] == "engine" or last[_subject(row)] == number
+    ]
+
+
+def _subject(row: Row) -> tuple[str, str]:
+    cell = row["cell"]
+    return row["kind"], cell if isinstance(cell, str) else cell["name"]
+
+
+def by_commit(runs: Sequence[Sequence[Row]]) -> dict[str, dict[str, CellFigures]]:
+    """The cells of each commit, as seven digits, in the order of the runs."""
+    found: dict[str, list[Row]] = {}
+    for rows in runs:
+        commits = {str(row["commit"])[:7] for row in rows if row["kind"] == "engine"}
+        found.setdefault("+".join(sorted(commits)), []).extend(rows)
+    return {commit: figures_of(rows) for commit, rows in found.items()}
 
 
 def table(cell: CellFigures) -> str:
@@ -178,9 +215,11 @@ def main() -> int:
     parser.add_argument("--svg", type=Path, help="a folder for the pictures")
     parser.add_argument("--predicted", type=Path, help="what `lamella validate --json` wrote of the same cells")
     parser.add_argument("--goals", action="store_true", help="only the goals and what one thing changes")
+    parser.add_argument("--newest", action="store_true", help="each cell from the last of the runs that has it")
     parser.add_argument("--cell", default="", help="only cells whose name holds this")
     asked = parser.parse_args()
-    rows = read(asked.runs)
+    runs = [read([path]) for path in asked.runs]
+    rows = newest(runs) if asked.newest else [row for run in runs for row in run]
     cells = {name: cell for name, cell in figures_of(rows).items() if asked.cell in name}
     if not cells:
         print("no repeats in these files", file=sys.stderr)
@@ -195,6 +234,8 @@ def main() -> int:
     print(gains_table(cells))
     print(differences_table(cells))
     print(cells_table(cells, predicted))
+    if asked.newest:
+        print(regrets_table(by_commit(runs)))
     print(goals_table(goals(cells, verdicts, rows)))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")

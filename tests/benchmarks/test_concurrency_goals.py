@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 from concurrency_figures import Verdict, figures_of
-from concurrency_goals import cells_table, differences_table, first_tokens, goals, predictions_of
+from concurrency_goals import cells_table, differences_table, first_tokens, goals, predictions_of, regrets_table
+from concurrency_report import by_commit, newest
 
 GOOD = Verdict(8, 0, 0, 0.1)
 
@@ -125,6 +126,20 @@ def test_bystanders_may_lose_a_twentieth() -> None:
 
     assert said(with_bystanders({"chunk_bounded": 10_000, "auto": 10_300}))["bystanders' TPOT, auto"][1] == "reached"
     assert said(with_bystanders({"chunk_bounded": 10_000, "auto": 11_000}))["bystanders' TPOT, auto"][1] == "missed"
+    once = [one for one in with_bystanders({"chunk_bounded": 10_000, "auto": 11_000}) if one["repeat"] == 0]
+    assert said(once)["bystanders' TPOT, auto"][1].startswith("not shown"), "one repeat has no error to speak of"
+
+
+def test_of_several_commits_each_cell_is_of_the_last_run_that_has_it() -> None:
+    old = [{"kind": "engine", "commit": "a" * 40}, *run("a", {"chunk_bounded": 100, "auto": 60, "sync": 50})]
+    old += run("b", {"chunk_bounded": 100, "auto": 70, "fifo_first": 80})
+    new = [{"kind": "engine", "commit": "b" * 40}, *run("a", {"chunk_bounded": 100, "auto": 55})]
+    cells = figures_of(newest([old, new]))
+    assert {name: round(cell.arms["auto"].ttft.value) for name, cell in cells.items()} == {"a": 55, "b": 70}
+    assert "sync" not in cells["a"].arms, "arms of another commit stay with it"
+    lines = regrets_table(by_commit([old, new])).splitlines()
+    assert lines[2] == "| cell | aaaaaaa | bbbbbbb |"
+    assert lines[4:] == ["| a | +20.0% (sync) | -45.0% (chunk_bounded) |", "| b | -12.5% (fifo_first) |  |"]
 
 
 def test_wrong_answers_count_only_where_the_early_reader_is_caught() -> None:
