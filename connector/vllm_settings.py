@@ -104,8 +104,8 @@ class ConnectorSettings:
         io_threads: threads that read and write the file tier.
         salt: tenants with different salts never share an object; vLLM's `cache_salt` of a request comes on top.
         carrier: `event` or `value`, how streams learn of landings (CUDA); `value` where `full_graphs` is `inside`.
-        full_graphs: `never`: where layers wait, vLLM is asked for piecewise CUDA graphs; `before`: it keeps full graphs
-            for steps that only decode, and such a step waits before its graph for the whole of what is landing;
+        full_graphs: `before`: vLLM keeps full CUDA graphs for steps that only decode, and such a step waits before its
+            graph for the whole of what is landing; `never`: where layers wait, it is asked for piecewise ones;
             `inside`: layers' waits are captured into its full graphs, and a load has `wait_timeout_s` in all.
         staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
         profile: what `auto`, and a release just in time, know of the device before they have observed any: a shipped
@@ -136,7 +136,7 @@ class ConnectorSettings:
     io_threads: int = 2
     salt: str = ""
     carrier: str = "event"
-    full_graphs: str = "never"
+    full_graphs: str = "before"
     staging_mib: int = 64
     window_mib: int = 16
     turn_mib: int = 32

@@ -11,6 +11,7 @@ from lamella.connector.vllm import LamellaConnector
 from lamella.connector.vllm_engine import check_engine
 from lamella.connector.vllm_settings import ConnectorSettings
 from with_vllm.live_engine import ON_GPU, PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.replays import replays
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,15 +25,19 @@ def config_of(engine: LiveEngine) -> Any:
 
 
 @pytest.mark.skipif(PLAIN_STEPS, reason="not the defaults: VLLM_USE_V2_MODEL_RUNNER=0")
-def test_layer_waits_run_in_the_second_runner_ahead_of_time_and_in_piecewise_graphs(engine: LiveEngine) -> None:
+def test_layer_waits_run_in_the_second_runner_ahead_of_time_and_decoding_steps_in_full_graphs(
+    engine: LiveEngine,
+) -> None:
     config = config_of(engine)
     assert config.use_v2_model_runner
     assert config.scheduler_config.async_scheduling
-    assert config.compilation_config.cudagraph_mode.name == "PIECEWISE"  # on the connector's demand
+    assert config.compilation_config.cudagraph_mode.name == "FULL_AND_PIECEWISE"  # the connector demands no other
     before = engine.worker.metrics.total("loads_layerwise")
     computed = engine.stored(P)
     engine.gate.grant(4)
-    assert engine.generate(P).same(computed)
+    with replays(engine) as seen:
+        assert engine.generate(P).same(computed)
+    assert len(seen) >= 11  # all tokens but the first, whose step computes the rest of the prompt
     assert engine.worker.metrics.total("loads_layerwise") == before + 1
 
 
@@ -40,13 +45,12 @@ def test_layer_waits_run_in_the_second_runner_ahead_of_time_and_in_piecewise_gra
 def test_full_graphs_beside_layer_waits_are_refused_with_what_makes_them_right(engine: LiveEngine) -> None:
     from vllm.config import CUDAGraphMode
 
-    settings = ConnectorSettings(layers_per_slice=1)
     config = copy(config_of(engine))
     config.compilation_config = copy(config.compilation_config)
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
     with pytest.raises(ValueError, match="set full_graphs to before, or use PIECEWISE, or set"):
-        check_engine(config, settings)
-    check_engine(config, ConnectorSettings(layers_per_slice=1, full_graphs="before"))
+        check_engine(config, ConnectorSettings(layers_per_slice=1, full_graphs="never"))
+    check_engine(config, ConnectorSettings(layers_per_slice=1))
     check_engine(config, ConnectorSettings(layers_per_slice=1, release="whole"))
     check_engine(config, ConnectorSettings(layers_per_slice=0))
 
@@ -60,8 +64,9 @@ def test_the_policy_recompute_beside_layer_waits_is_refused_with_what_makes_it_r
         check_engine(config, ConnectorSettings(layers_per_slice=1))
 
 
-def test_only_settings_whose_steps_wait_ask_for_piecewise_graphs() -> None:
+def test_only_settings_that_say_so_and_whose_steps_wait_ask_for_piecewise_graphs() -> None:
     asks = LamellaConnector.requires_piecewise_for_cudagraph
-    assert asks({"layers_per_slice": 1})
-    assert not asks({"layers_per_slice": 0})
-    assert not asks({"layers_per_slice": 1, "release": "whole"})
+    assert asks({"layers_per_slice": 1, "full_graphs": "never"})
+    assert not asks({"layers_per_slice": 1})
+    assert not asks({"layers_per_slice": 0, "full_graphs": "never"})
+    assert not asks({"layers_per_slice": 1, "release": "whole", "full_graphs": "never"})
