@@ -10,7 +10,8 @@ last (ARR-2). Within a generation a number never falls. The reader draws the gen
 a late word of an earlier use counts for nothing (SAFE-2).
 
 The reader creates the board and the writer attaches it; then the name goes (`unlink`), and whichever side is killed,
-nothing stays behind (SHM-1). A board serves one reader and one writer: whoever starts anew makes another.
+nothing stays behind (SHM-1). Where both are one process it never has one (`private`). A board serves one reader and one
+writer: whoever starts anew makes another.
 """
 
 from __future__ import annotations
@@ -68,6 +69,18 @@ class LayerArrivalBoard:
         if num_entries < 1:
             raise ValueError(f"num_entries must be at least 1, got {num_entries}")
         return cls(HostMemory.create(_size(num_entries)), num_entries)
+
+    @classmethod
+    def private(cls, num_entries: int) -> LayerArrivalBoard:
+        """A new board whose writer is in this process; it has no name.
+
+        Raises:
+            ValueError: num_entries < 1.
+            OSError: as `HostMemory.anonymous`.
+        """
+        if num_entries < 1:
+            raise ValueError(f"num_entries must be at least 1, got {num_entries}")
+        return cls(HostMemory.anonymous(_size(num_entries)), num_entries)
 
     @classmethod
     def attach(cls, source: Path | int, num_entries: int) -> LayerArrivalBoard:

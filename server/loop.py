@@ -122,8 +122,8 @@ class CacheServer:
                 if now >= next_tick:
                     self.service.tick()
                     next_tick = now + _TICK_S
-                    if now >= next_sweep:  # marks of those who died before they registered
-                        reclaim_marks(self.settings.folder)
+                    if now >= next_sweep:
+                        self.service.sweep()
                         next_sweep = now + _SWEEP_S
                 ready = dict(poller.poll(max(1, int((next_tick - now) * 1000))))
                 self._run_jobs()

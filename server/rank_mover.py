@@ -80,7 +80,8 @@ class RankMover:
         self.line = Line(Connection(folder, timeout_s=call_timeout_s), lambda: self.session.epoch.registered.session)
         """To the server."""
         try:
-            self._board = LayerArrivalBoard.create(num_arrival_slots)
+            make = LayerArrivalBoard.create if transfer_side is TransferSide.SERVER else LayerArrivalBoard.private
+            self._board = make(num_arrival_slots)
         except BaseException:
             self.line.close()
             raise
@@ -104,6 +105,7 @@ class RankMover:
         try:
             if transfer_side is TransferSide.SERVER and not self._serve_from_server(of):
                 self.transfer_side = TransferSide.WORKER
+                self._board.unlink()
             if self.transfer_side is TransferSide.WORKER:
                 self.engine = TransferEngine(caches.device, **options)
                 cache = self.engine.register_cache(layout, caches.engines)

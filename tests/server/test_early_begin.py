@@ -20,10 +20,10 @@ from lamella.server.cache_mover import CacheMover
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.endpoint import make_folder
 from lamella.server.moves import Line
-from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsReport
+from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsReport, TransferSide
 from lamella.server.rank import RankOfEngine, Report
 from lamella.server.worker import Worker
-from rank_driver import HERE, THERE, RankMemory, ServerProcess, engine_of, join, keys_of, load, store, until
+from rank_driver import BOTH_SIDES, HERE, THERE, RankMemory, ServerProcess, engine_of, join, keys_of, load, store, until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -168,7 +168,10 @@ def test_a_mover_that_is_closed_or_moving_is_not_roused(memory: RankMemory) -> N
     mover.rouse()
 
 
-def test_a_rank_that_finds_no_server_leaves_nothing_behind(memory: RankMemory, tmp_path: Path) -> None:
+@pytest.mark.parametrize("side", BOTH_SIDES, ids=lambda side: side.value)
+def test_a_rank_that_finds_no_server_leaves_nothing_behind(
+    memory: RankMemory, side: TransferSide, tmp_path: Path
+) -> None:
     """An engine may try until one is there; each try held a board, its file and its descriptors for good."""
 
     def held() -> list[str]:
@@ -183,7 +186,7 @@ def test_a_rank_that_finds_no_server_leaves_nothing_behind(memory: RankMemory, t
     make_folder(empty)
     for folder, refused in ((tmp_path / "none", OSError), (empty, ServerLostError)):
         with pytest.raises(refused):
-            Worker(folder, RankOfEngine("alone", memory.space), memory.caches, call_timeout_s=0.1)
+            Worker(folder, RankOfEngine("alone", memory.space), memory.caches, call_timeout_s=0.1, transfer_side=side)
         assert held() == before
 
 
