@@ -27,7 +27,7 @@ class Parts(NamedTuple):
 
     Attributes:
         begun_ns: the load was begun.
-        released_ns: a look found that the request may run.
+        released_ns: a look found that it may run; of one released by forecast, as recorded, its step had begun.
         landed_ns: all of it had landed.
         stepped_ns: the pass began that gave its first token; of a prompt computed in one step.
     """
@@ -66,6 +66,7 @@ class ArmCheck(NamedTuple):
         full_graphs: it decodes with full graphs.
         spoiled: a known fault of the recorded product, no part of the model, shows in its own instants.
         other_auto: it was chosen by other rules than the model's.
+        commit: of the connector; the same cell and arm of another commit are another engine's.
     """
 
     cell: str
@@ -76,6 +77,7 @@ class ArmCheck(NamedTuple):
     full_graphs: bool = False
     spoiled: bool = False
     other_auto: bool = False
+    commit: str = ""
 
     @property
     def error(self) -> float:
@@ -92,6 +94,13 @@ class ArmCheck(NamedTuple):
         """At each of `PERCENTILES`."""
         pairs = zip(self.predicted.percentiles_ns, self.measured.percentiles_ns, strict=True)
         return tuple(mine / theirs - 1 for mine, theirs in pairs)
+
+
+class Where(NamedTuple):
+    """A cell as one engine ran it; what another commit of the connector recorded is not averaged with it."""
+
+    cell: str
+    commit: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,9 +167,9 @@ def percentiles(values: Sequence[int]) -> tuple[int, ...]:
 
 def group_arms(
     repeats: Iterable[RecordedRepeat], inputs: InputsWait = InputsWait.TURN
-) -> tuple[dict[str, dict[str, RecordedArm]], dict[str, int]]:
-    """(cell -> arm -> its repeats, reason -> repeats left out): arms that the world can run, with requests to count."""
-    found: dict[str, dict[str, tuple[Modelled, list[RecordedRepeat]]]] = {}
+) -> tuple[dict[Where, dict[str, RecordedArm]], dict[str, int]]:
+    """(where -> arm -> its repeats, reason -> repeats left out): arms that the world can run, with what counts."""
+    found: dict[Where, dict[str, tuple[Modelled, list[RecordedRepeat]]]] = {}
     left_out: dict[str, int] = {}
     for repeat in repeats:
         try:
@@ -173,10 +182,11 @@ def group_arms(
             reason = f"{repeat.arm}: {model}"
             left_out[reason] = left_out.get(reason, 0) + 1
             continue
-        found.setdefault(repeat.cell.name, {}).setdefault(repeat.arm, (model, []))[1].append(repeat)
+        where = Where(repeat.cell.name, repeat.commit)
+        found.setdefault(where, {}).setdefault(repeat.arm, (model, []))[1].append(repeat)
     arms = {
-        cell: {arm: RecordedArm(model, tuple(rows)) for arm, (model, rows) in by_arm.items()}
-        for cell, by_arm in found.items()
+        where: {arm: RecordedArm(model, tuple(rows)) for arm, (model, rows) in by_arm.items()}
+        for where, by_arm in found.items()
     }
     return arms, left_out
 
@@ -210,4 +220,5 @@ def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Ove
         arm.model.full_graphs,
         arm.spoiled(device),
         arm.other_auto,
+        first.commit,
     )

@@ -15,7 +15,7 @@ from lamella.sim.settings import StepsWait
 
 SCHEMA_VERSION: Final = 1
 NS_PER_US: Final = 1_000
-COUNTS_OF_AN_ENGINE: Final = ("max_num_batched_tokens", "cudagraph_capture_max")
+COUNTS_OF_AN_ENGINE: Final = ("max_num_batched_tokens", "cudagraph_capture_max", "tensor_parallel")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,8 @@ class RecordedRequest:
         ordered_ns: the same until the pass began with which its load did.
         started_ns: the same until the lane took its load up.
         released_ns: the same until a look found that it may run; None also for a load inside its step.
+        by_forecast: no look did: the scheduler side released it, and `released_ns` is when its step had been told, a
+            moment after that step's begin.
         landed_ns: the same until each layer had landed; layers of one slice together.
         load_bytes: what was loaded.
     """
@@ -70,6 +72,7 @@ class RecordedRequest:
     released_ns: int | None = None
     landed_ns: tuple[int, ...] = ()
     load_bytes: int = 0
+    by_forecast: bool = False
 
     @property
     def ttft_ns(self) -> int:
@@ -131,6 +134,7 @@ class RecordedRepeat:
         steps_wait: what its steps waited for.
         slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace.
         other_auto: its `auto` went by other rules than the model's.
+        ranks: processes that shared each layer (tensor parallel).
     """
 
     cell: RecordedCell
@@ -144,6 +148,7 @@ class RecordedRepeat:
     steps_wait: StepsWait = StepsWait.BATCH
     slow_lane: bool = False
     other_auto: bool = False
+    ranks: int = 1
 
     def prompt_tokens(self, number: int) -> int:
         """Of its request of that number."""
@@ -217,7 +222,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                 of = row.get("machine", {})
                 machine = f"{of.get('gpu', 'a machine without a name')}, {str(of.get('date', 'no date'))[:10]}"
             elif kind == "repeat":
-                repeats.append(_repeat(row, _graphs(engine), commit))
+                repeats.append(_repeat(row, engine, commit))
             else:
                 passed_over[str(kind)] = passed_over.get(str(kind), 0) + 1
         except KeyError as missing:
@@ -255,7 +260,7 @@ def _graphs(engine: Mapping[str, Any]) -> str:
     return "full" if "FULL" in str(engine.get("cudagraph_mode", "")).upper() else "piecewise"
 
 
-def _repeat(row: Mapping[str, Any], graphs: str, commit: str) -> RecordedRepeat:
+def _repeat(row: Mapping[str, Any], engine: Mapping[str, Any], commit: str) -> RecordedRepeat:
     cell = row["cell"]
     shapes = tuple((int(hit), int(new)) for hit, new in cell["mix"]) or ((int(cell["hit"]), int(cell["new"])),)
     tier = cell.get("tier_gb_per_s")
@@ -290,8 +295,9 @@ def _repeat(row: Mapping[str, Any], graphs: str, commit: str) -> RecordedRepeat:
         requests,
         tuple(_step(step) for step in row.get("steps", ())),
         tuple(int(us) * NS_PER_US for us in row.get("host_stall_us", {}).values()),
-        str(row.get("graphs", graphs)),
+        str(row.get("graphs", _graphs(engine))),
         commit,
+        ranks=engine.get("tensor_parallel") or 1,
     )
 
 
@@ -331,6 +337,7 @@ def _request(row: Mapping[str, Any]) -> RecordedRequest:
         _moment(row.get("released_us")),
         tuple(int(landed) * NS_PER_US for landed in row.get("landed_us", ())),
         int(row.get("bytes", 0)),
+        bool(row.get("by_forecast", False)),
     )
 
 

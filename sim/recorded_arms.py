@@ -8,6 +8,7 @@ from enum import Enum
 from functools import partial
 from typing import Any, Final
 
+from lamella.reference.auto import BYSTANDER_WEIGHT
 from lamella.reference.ordering import parse_order
 from lamella.reference.release import parse_release
 from lamella.reference.slices import parse_width, plan_slices
@@ -66,6 +67,8 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
     """The arm for the world, or why the world has no answer for it."""
     settings: Mapping[str, Any] | None = repeat.settings
     full = repeat.graphs == "full"
+    if repeat.ranks > 1:
+        return f"{repeat.ranks} ranks, and the profile is of one"
     if settings is None:
         return Modelled(RECOMPUTE, 0, full_graphs=full)
     if repeat.arm.startswith("peer_"):
@@ -80,6 +83,9 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
     behind = None if inputs is InputsWait.LOAD_END else 0 if inputs is InputsWait.NONE else turn_bytes or None
     width = settings.get("layers_per_slice", repeat.cell.width)
     if width == "auto":
+        weight = settings.get("bystander_weight", BYSTANDER_WEIGHT)
+        if weight != BYSTANDER_WEIGHT:
+            return f"bystanders weigh {weight}, and the model has {BYSTANDER_WEIGHT}"
         return Modelled(AUTO, behind, full_graphs=full)
     release = parse_release(str(settings.get("release", "first")))
     order = parse_order(str(settings.get("order", "fifo")))

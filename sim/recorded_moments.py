@@ -41,7 +41,8 @@ class Moments:
             return False
         if load.released_ns is None:  # a load inside its own step
             return ordered_in(load, step)
-        if load.at_ns + load.released_ns > step.begin_ns:
+        told_ns = step.end_ns if load.by_forecast else step.begin_ns
+        if load.at_ns + load.released_ns > told_ns:
             return False
         return self.repeat.steps_wait is StepsWait.EVERY or self.gave(load) == step
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NamedTuple
 
-from lamella.sim.checks import PERCENTILES, ArmCheck, Measured, Predicted, RecordedArm, check_arm, group_arms
+from lamella.sim.checks import PERCENTILES, ArmCheck, Measured, Predicted, RecordedArm, Where, check_arm, group_arms
 from lamella.sim.host_fit import fit
 from lamella.sim.overheads import MeasuredOverheads, Overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRun
@@ -24,9 +24,9 @@ from lamella.sim.strategies import Device
 
 BASELINES: Final = ("chunk_bounded", "chunk_deep")
 """The forms of chunk-major; effects are against the better of them, as recorded."""
-FULL_BASELINES: Final = ("chunk_full_graphs",)
+FULL_BASELINES: Final = ("chunk_full_graphs", "chunk_deep_full_graphs")
 """The same where decoding steps replay full graphs; arms with full graphs are compared with these."""
-NOT_ADVISED: Final = ("recompute",)
+NOT_ADVISED: Final = ("recompute", "recompute_full_graphs")
 """Arms that are compared and not recommended: they leave the cache unused."""
 RELIABLE: Final = 0.10
 """An arm whose recorded mean has a larger standard error, or none because it ran once, is shown and not judged by."""
@@ -42,6 +42,7 @@ class Sign(NamedTuple):
     recorded: float
     error: float
     predicted: float
+    commit: str = ""
 
     @property
     def shown(self) -> bool:
@@ -61,6 +62,7 @@ class Advice(NamedTuple):
     recommended: str
     best: str
     regret: float
+    commit: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +163,9 @@ class Validation:
                     for percent, error in zip(PERCENTILES, arm.percentile_errors, strict=True)
                 )
                 recorded, predicted = (times.ttft_ns / 1e6 for times in (arm.measured, arm.predicted))
+                at = f" at {arm.commit[:7]}" if arm.commit else ""
                 said.append(
-                    f"{title}: {arm.cell} {arm.arm}: recorded {recorded:.1f} ms (± {arm.spread:.1%}, "
+                    f"{title}: {arm.cell}{at} {arm.arm}: recorded {recorded:.1f} ms (± {arm.spread:.1%}, "
                     f"{arm.measured.repeats} repeats), predicted {predicted:.1f} ({arm.error:+.1%}); {tail}"
                     + ("; not judged by: its lane fell behind" if arm.spoiled else "")
                     + ("; not judged by: its auto went by other rules" if arm.other_auto else "")
@@ -194,6 +197,7 @@ def _judgement_document(judgement: Judgement) -> dict[str, Any]:
         "arms": [
             {
                 "cell": arm.cell,
+                "commit": arm.commit,
                 "arm": arm.arm,
                 "error": arm.error,
                 "spread": arm.spread if math.isfinite(arm.spread) else None,
@@ -243,8 +247,8 @@ def judge(checks: Sequence[ArmCheck]) -> Judgement:
     """Signs and advice of the cells whose arms were checked."""
     signs: list[Sign] = []
     advice: list[Advice] = []
-    for cell in dict.fromkeys(check.cell for check in checks):
-        arms = {check.arm: check for check in checks if check.cell == cell and is_reliable(check)}
+    for where in dict.fromkeys(Where(check.cell, check.commit) for check in checks):
+        arms = {check.arm: check for check in checks if (check.cell, check.commit) == where and is_reliable(check)}
         bases = {
             full: min((arms[name] for name in names if name in arms), key=_recorded, default=None)
             for full, names in ((False, BASELINES), (True, FULL_BASELINES))
@@ -253,9 +257,8 @@ def judge(checks: Sequence[ArmCheck]) -> Judgement:
             base = bases[check.full_graphs]
             if base is not None and name not in (*BASELINES, *FULL_BASELINES, *NOT_ADVISED):
                 signs.append(_sign(check, base))
-        if bases[False] is None:
-            continue
-        advice.append(_advice(cell, [check for name, check in arms.items() if name not in NOT_ADVISED]))
+        if any(base is not None for base in bases.values()):
+            advice.append(_advice(where, [check for name, check in arms.items() if name not in NOT_ADVISED]))
     return Judgement(tuple(checks), tuple(signs), tuple(advice))
 
 
@@ -263,7 +266,7 @@ def _recorded(check: ArmCheck) -> float:
     return check.measured.ttft_ns
 
 
-def _advice(cell: str, checks: Sequence[ArmCheck]) -> Advice:
+def _advice(where: Where, checks: Sequence[ArmCheck]) -> Advice:
     """By setting: arms that are the same to the world count as one, by their mean."""
     settings: dict[str, list[ArmCheck]] = {}
     for check in checks:
@@ -271,14 +274,14 @@ def _advice(cell: str, checks: Sequence[ArmCheck]) -> Advice:
     recorded = {name: statistics.fmean(one.measured.ttft_ns for one in of) for name, of in settings.items()}
     predicted = {name: statistics.fmean(one.predicted.ttft_ns for one in of) for name, of in settings.items()}
     best, mine = (min(means, key=means.__getitem__) for means in (recorded, predicted))
-    return Advice(cell, mine, best, recorded[mine] / recorded[best] - 1)
+    return Advice(where.cell, mine, best, recorded[mine] / recorded[best] - 1, where.commit)
 
 
 def _sign(check: ArmCheck, base: ArmCheck) -> Sign:
     recorded = check.measured.ttft_ns / base.measured.ttft_ns
     error = recorded * math.hypot(check.spread, base.spread)
     predicted = check.predicted.ttft_ns / base.predicted.ttft_ns
-    return Sign(check.cell, check.arm, recorded - 1, error, predicted - 1)
+    return Sign(check.cell, check.arm, recorded - 1, error, predicted - 1, check.commit)
 
 
 def measure(arms: Sequence[RecordedArm], run: RecordedRun, device: Device) -> MeasuredOverheads:
@@ -334,16 +337,17 @@ def validate(
     run = split.tell(run)
     arms, left_out = group_arms(run.repeats, inputs)
     lists = {
-        name: [arm for cell in cells if cell in arms for arm in arms[cell].values()]
+        name: [arm for cell in cells for where in arms if where.cell == cell for arm in arms[where].values()]
         for name, cells in (("calibrate", split.calibrate), ("test", split.test))
     }
-    for cell in arms:
-        if cell not in (*split.calibrate, *split.test):
-            left_out[f"cell {cell}: in neither list"] = sum(len(arm.repeats) for arm in arms[cell].values())
+    for where, of in arms.items():
+        if where.cell not in (*split.calibrate, *split.test):
+            reason = f"cell {where.cell}: in neither list"
+            left_out[reason] = left_out.get(reason, 0) + sum(len(arm.repeats) for arm in of.values())
     if not lists["test"]:
+        recorded = ", ".join(sorted({where.cell for where in arms})) or "none"
         raise ValueError(
-            f"no cell of the list test was recorded; recorded are {', '.join(sorted(arms)) or 'none'}, asked for "
-            f"{', '.join(split.test)}"
+            f"no cell of the list test was recorded; recorded are {recorded}, asked for {', '.join(split.test)}"
         )
     fitted = overheads is None
     if overheads is None:

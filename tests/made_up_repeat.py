@@ -22,6 +22,10 @@ MIB: Final = 1 << 20
 DECOY: Final = 2.5
 """So many times its value: too little to be odd, enough to be seen."""
 ODD: Final = 20
+STANDING: Final = 2
+"""Passes of a repeat that wait for a load."""
+TOLD_NS: Final = 3_000
+"""From a pass's begin until it was told of a release by forecast."""
 
 
 @dataclass
@@ -54,7 +58,7 @@ class Diary:
             *(replace(load, token_ns=(end_ns,)) for load in self.loads),
         ]
         cell = RecordedCell("made up", BATCH, ((self.hit, self.new),), 16, 1, 0, None, False, 0, None)
-        waited_ns = tuple(self.true.gate_ns + layer for layer in range(self.device.profile.num_layers))
+        waited_ns = tuple(STANDING * self.true.gate_ns + layer for layer in range(self.device.profile.num_layers))
         return RecordedRepeat(
             cell,
             "made up",
@@ -190,12 +194,14 @@ class Diary:
             self.jump(self.now_ns + 10**9)
 
     def standing(self) -> None:
-        """A pass that waits for a released load, layer by layer."""
-        self.jump(self.now_ns)
-        ends_ns = self.load(self.now_ns, released_ns=self.now_ns)
-        self.decode(host=DECOY)
-        self.hand_out()
-        self.jump(ends_ns)
+        """Passes that wait for a released load, layer by layer: a look found it, or the pass was told by forecast."""
+        for told_ns in (0, TOLD_NS):
+            self.jump(self.now_ns)
+            ends_ns = self.load(self.now_ns, released_ns=self.now_ns + told_ns)
+            self.loads[-1] = replace(self.loads[-1], by_forecast=told_ns > 0)
+            self.decode(host=DECOY)
+            self.hand_out()
+            self.jump(ends_ns)
 
     def load_until(self, end_ns: int) -> int:
         """A load that ends then; returns when it begins."""

@@ -110,13 +110,13 @@ def test_regret_is_what_the_advice_costs_as_recorded() -> None:
     judged = judge(
         [check("x", "chunk_bounded", 100, 100), check("x", "fifo_first", 90, 95), check("x", "fifo_jit", 80, 97)]
     )
-    assert judged.advice == (("x", "fifo_first", "fifo_jit", pytest.approx(90 / 80 - 1)),)
+    assert judged.advice == (("x", "fifo_first", "fifo_jit", pytest.approx(90 / 80 - 1), ""),)
 
 
 def test_arms_that_are_one_setting_to_the_world_are_advised_as_one() -> None:
     arms = [check("x", "chunk_bounded", 100, 100), check("x", "fifo_first", 80, 70), check("x", "fifo_value", 90, 70)]
     judged = judge([arms[0], *(one._replace(setting="fifo/1/first") for one in arms[1:])])
-    assert judged.advice == (("x", "fifo/1/first", "fifo/1/first", 0.0),)
+    assert judged.advice == (("x", "fifo/1/first", "fifo/1/first", 0.0, ""),)
 
 
 def test_recomputing_is_compared_and_not_recommended() -> None:
@@ -128,13 +128,13 @@ def test_recomputing_is_compared_and_not_recommended() -> None:
 def test_one_repeat_has_no_standard_error_and_shows_nothing() -> None:
     run = read_recorded(lines_of(engine_row(), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)), "one")
     arms, _ = group_arms(run.repeats)
-    assert math.isinf(arms["x"]["fifo_first"].measured.error_ns)
+    assert math.isinf(arms["x", ""]["fifo_first"].measured.error_ns)
 
 
 def test_the_standard_error_is_that_of_the_mean_of_the_repeats() -> None:
     rows = [repeat_row(cell("x", 1), "fifo_first", n, [request_row(ms)] * 3) for n, ms in enumerate((10, 20))]
     arms, _ = group_arms(read_recorded(lines_of(engine_row(), *rows), "two").repeats)
-    measured = arms["x"]["fifo_first"].measured
+    measured = arms["x", ""]["fifo_first"].measured
     assert measured.error_ns / measured.ttft_ns == pytest.approx(5 / 15)
 
 
