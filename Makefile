@@ -12,7 +12,8 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 ENV := .venv-wheel
 DEV := .venv
-AHEAD := $(addprefix tests/with_vllm/test_,windows.py safety.py exactness.py)
+WINDOWS := $(addprefix tests/with_vllm/test_,windows.py windows_of_hits.py)
+AHEAD := $(WINDOWS) $(addprefix tests/with_vllm/test_,safety.py refusals.py exactness.py)
 .DEFAULT_GOAL := help
 .PHONY: help prepare demo test test-slow test-vllm lint dev native clean
 
@@ -50,7 +51,7 @@ test-vllm: prepare
 	@echo "== pytest inside real vLLM, steps scheduled ahead"
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu $(AHEAD) tests/with_vllm/test_auto_ahead.py
 	@echo "== pytest inside real vLLM, steps scheduled ahead, requests let run before anything of their loads has landed"
-	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.released_by_forecast $(firstword $(AHEAD))
+	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.released_by_forecast $(WINDOWS)
 	@echo "== pytest inside real vLLM, steps scheduled ahead, decoding steps that pass for full graphs"
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.full_graphs_before $(AHEAD)
 

@@ -48,7 +48,7 @@ ROUNDING = 1e-4
 
 def conversations(rng: random.Random) -> list[list[int]]:
     """Prompts of which many share a beginning: six systems, some turns each."""
-    from with_vllm.live_engine import prompt
+    from with_vllm.tiny_engine import prompt
 
     prompts = []
     for system in range(6):
@@ -202,7 +202,8 @@ def main() -> int:
 
     import torch
 
-    from with_vllm.live_engine import DTYPE, PLAIN_STEPS, LiveEngine
+    from with_vllm.live_engine import LiveEngine
+    from with_vllm.tiny_engine import DTYPE, PLAIN_STEPS
     from with_vllm.tiny_llama import write_tiny_llama
 
     if not (asked.model / "config.json").exists():

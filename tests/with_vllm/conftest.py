@@ -61,7 +61,7 @@ def deep_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _model(factory: pytest.TempPathFactory, name: str, **options: Any) -> Path:
     import torch
 
-    from with_vllm.live_engine import DTYPE
+    from with_vllm.tiny_engine import DTYPE
     from with_vllm.tiny_llama import write_tiny_llama
 
     return write_tiny_llama(factory.mktemp(name), dtype=getattr(torch, DTYPE), **options)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 def main() -> None:
     from with_vllm.answers import answer_of
-    from with_vllm.live_engine import make_llm, sampling
+    from with_vllm.tiny_engine import make_llm, sampling
 
     asked = json.loads(sys.argv[1])
     llm = make_llm(Path(asked["model"]), asked["extra"], **asked.get("options", {}))

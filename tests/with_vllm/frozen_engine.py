@@ -12,8 +12,8 @@ import sys
 import time
 from pathlib import Path
 
-from with_vllm.live_engine import prompt
 from with_vllm.served_engines import kept, on_folder
+from with_vllm.tiny_engine import prompt
 
 P = prompt(500)
 

@@ -19,7 +19,8 @@ import torch
 
 from lamella.reference.plan import Direction
 from with_vllm.answers import Answer, Tolerance
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.tiny_engine import prompt
 from with_vllm.tiny_llama import write_tiny_llama
 
 LAYERS, CHUNKS, CHUNK = 8, 126, 64
@@ -51,8 +52,7 @@ def leave_nothing_behind(live: LiveEngine) -> None:
     """As a test found it."""
     live.worker.loads._hooks_bypassed = False
     live.worker.engine.plant_fault(Direction.RETRIEVE, -1)  # none, whether one was met or not
-    live.outputs.clear()
-    live.settle()
+    live.come_to_rest()
     assert live.side.book.num_held == 0
     assert live.side.objects.index.occupancy().pins == 0
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from lamella.connector.vllm import LamellaConnector
 from with_vllm.gates import NativeGate, SliceGate
-from with_vllm.live_engine import ON_GPU
+from with_vllm.tiny_engine import ON_GPU
 
 BY_SLICES = ON_GPU or os.environ.get("LAMELLA_TEST_GATE") == "slices"
 """The engine's own gate is of its CPU device; the other works on any."""

@@ -6,6 +6,7 @@ import gc
 import math
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,9 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, SamplingParams
-from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.observations import Observations, marks_of
@@ -27,61 +25,23 @@ from lamella.connector.vllm import LamellaConnector
 from lamella.connector.worker_loads import Load
 from lamella.reference.slices import plan_slices
 from with_vllm.answers import Answer, Tolerance, answer_of, tolerance_for
+from with_vllm.engine_parts import EngineParts
 from with_vllm.gates import NativeGate, SliceGate
 from with_vllm.replays import HIT, OWN
+from with_vllm.tiny_engine import ON_GPU, make_llm, prompt, sampling
 
-BLOCK = 32
 _BOUND_S = 60.0
-
-ON_GPU = torch.cuda.is_available()
-"""There the engine computes in bfloat16, by its defaults: Model Runner V2, asynchronous scheduling, CUDA graphs."""
-
-PLAIN_STEPS = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" if ON_GPU else not os.environ.get("LAMELLA_TEST_AHEAD")
-"""Whether a running request can be taken back: by the first model runner, when it makes one step after another."""
-
-DTYPE = "bfloat16" if ON_GPU else "float32"
+_REST_S = 10.0
 
 
-def prompt(num_tokens: int, salt: int = 0) -> list[int]:
-    """Token ids between 3 and 502; another salt gives another prompt from its first token on."""
-    return [(i * 37 + i * i * 11 + 11 + salt * 101) % 500 + 3 for i in range(num_tokens)]
+class LiveEngine(EngineParts):
+    """See the module. With `paced`, a load's windows (a slice each) move only as `land` lets them.
 
+    Attributes:
+        broken: why it cannot be used any more, once something could not be ended; "" until then.
+    """
 
-def sampling(num_tokens: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=0, max_tokens=num_tokens, min_tokens=num_tokens, ignore_eos=True, detokenize=False, logprobs=2
-    )
-
-
-def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fail", **options: Any) -> LLM:
-    """An engine of the tiny model; `extra` None: without a connector."""
-    arguments: dict[str, Any] = {
-        "model": str(model),
-        "skip_tokenizer_init": True,
-        "enforce_eager": not ON_GPU,
-        "dtype": DTYPE,
-        "max_model_len": 1024,
-        "seed": 0,
-        "block_size": BLOCK,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 256,
-        **({"gpu_memory_utilization": 0.05, "kv_cache_memory_bytes": 1 << 30} if ON_GPU else {}),
-        **({"async_scheduling": False} if ON_GPU and PLAIN_STEPS else {}),
-        **options,
-    }
-    if extra is not None:
-        arguments["kv_transfer_config"] = KVTransferConfig(
-            kv_connector="LamellaConnector",
-            kv_connector_module_path="lamella.connector.vllm",
-            kv_role="kv_both",
-            kv_load_failure_policy=policy,
-            kv_connector_extra_config=dict(extra),
-        )
-    return LLM(**arguments)
-
-
-class LiveEngine:
-    """See the module. With `paced`, a load's windows (a slice each) move only as `move` lets them."""
+    broken = ""
 
     def __init__(
         self, model: Path, extra: Mapping[str, Any], *, policy: str = "fail", paced: bool = False, **options: Any
@@ -94,45 +54,11 @@ class LiveEngine:
         finally:
             LamellaConnector._engine_options = {}
         self.outputs: dict[str, Answer] = {}
+        self._paced = paced
         if paced:
             self.gate = NativeGate(self.worker.engine) if native else SliceGate(self.worker.engine)
         if ON_GPU:
             Tolerance.logprob = self.own_deviation()
-
-    # ---- its parts
-
-    @property
-    def scheduler(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core.scheduler
-
-    @property
-    def side(self) -> Any:
-        return self.scheduler.connector.scheduler
-
-    @property
-    def connector(self) -> Any:
-        return get_kv_transfer_group()
-
-    @property
-    def worker(self) -> Any:
-        return self.connector.worker
-
-    def request(self, name: str) -> Any:
-        """The scheduler's request; its id carries a suffix."""
-        (found,) = [one for key, one in self.scheduler.requests.items() if key == name or key.startswith(f"{name}-")]
-        return found
-
-    @property
-    def loads(self) -> list[Load]:
-        """The worker's loads in flight, oldest first."""
-        return list(self.worker.loads._loads.values())
-
-    def load_of(self, name: str) -> Load:
-        """The worker's load of a request."""
-        (found,) = [
-            load for load in self.loads if load.order.request == name or load.order.request.startswith(f"{name}-")
-        ]
-        return found
 
     # ---- running it
 
@@ -171,9 +97,34 @@ class LiveEngine:
         self.add("alone", tokens, num_new)
         return self.finish("alone")[0]
 
-    def settle(self) -> None:
+    def come_to_rest(self) -> None:
+        """All that a test left in the air ends: requests, loads, stores.
+
+        Raises:
+            Exception: something did not end within a bound, or the device is lost; the engine is `broken` then.
+        """
+        loads, until = self.worker.loads, time.monotonic() + _REST_S
+        wait_s, loads._wait_timeout_s = loads._wait_timeout_s, _REST_S
+        try:
+            for request in list(self.scheduler.requests.values()):
+                if not request.is_finished():
+                    self.llm.llm_engine.abort_request([request.request_id], internal=True)
+            for load in self.loads if self._paced else ():
+                self.wait_until(load.submitted.done, until)
+                if load.transfer is not None and not load.transfer.state.is_final:
+                    self.land(load, until=until)
+            self.outputs.clear()
+            self.settle(until + 2 * _REST_S)
+        except Exception as error:
+            self.broken = f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            loads._wait_timeout_s = wait_s
+
+    def settle(self, until: float = math.inf) -> None:
         """Steps until nothing is in flight: an engine with nothing to do does not look at stores."""
         for _ in range(300):
+            assert time.monotonic() < until, "something stayed in flight"
             if not (
                 self.side.book.num_open or self.worker.loads.num_open or self.worker.stores.num_open or self._batches
             ):
@@ -236,33 +187,6 @@ class LiveEngine:
         finally:
             self.side.matched_tokens = matched
 
-    def kv_of(self, name: str, num_tokens: int) -> list[torch.Tensor]:
-        """Bytes of the request's first tokens, a tensor a layer; None of it moves any more."""
-        blocks = self.scheduler.kv_cache_manager.get_block_ids(self.request(name).request_id)[0]
-        index = torch.tensor(blocks[: num_tokens // self.block_tokens], device=self.tensors[0].device)
-        return [tensor[index].view(torch.uint8).cpu() for tensor in self.tensors]  # [blocks, ...]
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """The engine's caches, by layer."""
-        return list(self.worker.tensors.values())
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens of a block."""
-        return int(self.worker.caches.block_tokens[0][0])
-
-    def apart(self, kv: list[torch.Tensor], own: list[torch.Tensor]) -> float:
-        """How far KV, as `kv_of` gives it, is from `own` in its worst block of a layer; 0: the same, over 1: another's.
-
-        Tokens can be equal by luck where a copy went wrong, and differ by luck where none did; this says which.
-        """
-        worst = 0.0
-        for tensor, mine, right in zip(self.tensors, kv, own, strict=True):
-            a, b = (one.view(tensor.dtype).float().flatten(1) for one in (mine, right))  # [blocks, elements]
-            worst = max(worst, float(((a - b).norm(dim=1) / b.norm(dim=1)).max()))
-        return worst
-
     def generate_with_kv(self, tokens: list[int], num_tokens: int) -> tuple[Answer, list[torch.Tensor]]:
         """The answer, and the bytes of the first tokens' KV that it was computed from."""
         self.add("kept", tokens)
@@ -290,16 +214,16 @@ class LiveEngine:
 
     # ---- freezing loads
 
-    def land(self, load: Load, layers: int = 4) -> None:
+    def land(self, load: Load, layers: int = 4, until: float | None = None) -> None:
         """So many layers of the load have landed, and every load before it; or the load has ended otherwise."""
-        self.wait_until(lambda: load.transfer is not None)
+        self.wait_until(lambda: load.transfer is not None, until)
         earlier = [one.transfer for one in self.loads if one.order.number < load.order.number]
         pending = [one for one in earlier if one is not None and not one.state.is_final]
         stopped = load.cancelled or load.failed
         needed = self.gate.held_of_a_stopped_load if stopped else layers - load.transfer.query().landed
         needed += sum(one.num_slices - one.query().landed for one in pending)
         self.gate.grant(needed)
-        self.wait_until(lambda: load.transfer.query().landed >= layers or load.transfer.state.is_final)
+        self.wait_until(lambda: load.transfer.query().landed >= layers or load.transfer.state.is_final, until)
 
     def fail_at(self, layer: int) -> None:
         """The next load's layer of that number fails when the one before it has landed."""
@@ -310,13 +234,12 @@ class LiveEngine:
         self.gate.grant(2)
         self.wait_until(lambda: load.transfer.state.is_final)
 
-    def wait_until(self, holds: Any) -> None:
-        tick = threading.Event()
-        for _ in range(int(_BOUND_S * 1000)):
-            if holds():
-                return
-            tick.wait(0.001)
-        raise AssertionError("it did not come to hold in time")
+    def wait_until(self, holds: Callable[[], Any], until: float | None = None) -> None:
+        """Waits, by default for a minute, `until` a time of `time.monotonic` otherwise."""
+        until = time.monotonic() + _BOUND_S if until is None else until
+        while not holds():
+            assert time.monotonic() < until, "it did not come to hold in time"
+            time.sleep(0.001)
 
     def release(self, name: str, layers: int = 1) -> None:
         """The request's load begins, its first layers land, and it is reported received; the rest is frozen."""
@@ -355,7 +278,7 @@ class LiveEngine:
         """Blocks of a load are no numbers until it lands in them: whoever reads a byte too early answers with none.
 
         By that no rounding passes for an early read, and none for rounding. Whole blocks only, so that no slot behind
-        a sequence's end, whose weight is 0, holds one.
+        a sequence's end, whose weight is 0, holds one. It holds on a CPU only, see `no_number`.
         """
         loads = self.worker.loads
         original = loads._submit
@@ -438,6 +361,15 @@ class LiveEngine:
         self.llm.llm_engine.abort_request([self.request(name).request_id], internal=True)
 
     def close(self) -> None:
+        """Everything is given back; of a broken engine, what comes back within a bound."""
+        if not self.broken:
+            self._close()
+            return
+        closing = threading.Thread(target=self._close, daemon=True)
+        closing.start()
+        closing.join(_REST_S)
+
+    def _close(self) -> None:
         from vllm.distributed import cleanup_dist_env_and_memory
 
         self.llm.llm_engine.engine_core.shutdown()

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from with_vllm.answers import Answer
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.tiny_engine import prompt
 
 P = prompt(500)
 HIT = 448

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from lamella.reference.auto_view import Arm
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.tiny_engine import prompt
 
 P = prompt(500)
 

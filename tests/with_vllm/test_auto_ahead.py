@@ -12,8 +12,9 @@ import pytest
 
 from lamella.reference.auto_view import Arm
 from lamella.reference.release import WeighedRelease
-from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import GRAPHS, HIT, OWN
+from with_vllm.tiny_engine import PLAIN_STEPS, prompt
 
 pytestmark = pytest.mark.skipif(
     PLAIN_STEPS, reason="steps are made one after another: whom a look releases joins the next one"

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from with_vllm.live_engine import ON_GPU, LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.tiny_engine import ON_GPU, prompt
 
 pytestmark = [
     pytest.mark.gpu,

@@ -10,8 +10,9 @@ import pytest
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.vllm_engine import check_engine
 from lamella.connector.vllm_settings import ConnectorSettings
-from with_vllm.live_engine import ON_GPU, PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import replays
+from with_vllm.tiny_engine import ON_GPU, PLAIN_STEPS, prompt
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import GRAPHS, HIT, OWN
+from with_vllm.tiny_engine import prompt
 
 pytestmark = pytest.mark.skipif(
     find_spec("numba") is None, reason="vLLM finds n-grams by numba, which is not installed here"

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
-from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import GRAPHS, HIT, OWN, REPLAYED, replays
+from with_vllm.tiny_engine import PLAIN_STEPS, prompt
 
 P = prompt(HIT + OWN)
 LONGER = [prompt(HIT + 52, salt) for salt in (0, 7)]  # so that many tokens read what a control spoils
@@ -145,7 +146,7 @@ def test_tenants_do_not_see_each_other(free: LiveEngine) -> None:
 
 
 def _sampling() -> Any:
-    from with_vllm.live_engine import sampling
+    from with_vllm.tiny_engine import sampling
 
     return sampling(12)
 

@@ -12,7 +12,8 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from lamella.connector.vllm_engine import why_refused
 from lamella.reference.plan import Direction
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.tiny_engine import prompt
 from with_vllm.tiny_llama import write_tiny_llama
 
 P = prompt(500)

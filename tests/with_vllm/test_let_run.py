@@ -10,8 +10,10 @@ import math
 import pytest
 
 from lamella.connector.vllm_scheduler import SchedulerSide
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.no_number import READERS
 from with_vllm.replays import HIT, OWN
+from with_vllm.tiny_engine import prompt
 
 P = prompt(HIT + OWN)
 RELEASED = "released_by_forecast"
@@ -24,7 +26,7 @@ def everybody_is_let_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("everybody_is_let_run")
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "no waits"])
+@pytest.mark.parametrize("waits", READERS)
 def test_who_is_let_run_before_anything_landed_waits_and_answers_with_no_number_where_it_does_not(
     engine: LiveEngine, waits: bool
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from with_vllm.live_engine import prompt
+from with_vllm.tiny_engine import prompt
 
 PROMPTS = [prompt(500), prompt(300, salt=4)]
 HITS = [448, 256]

@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import Counter
 
 from python_calls import counted_calls
-from with_vllm.live_engine import LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
+from with_vllm.tiny_engine import prompt
 
 MOST_CALLS = 50
 """Of both sides and four layers, an engine that can be told of failed loads included."""

@@ -18,7 +18,7 @@ from lamella.connector.recorded_run import read_run
 from lamella.reference.chrome_trace import from_chrome_trace
 from lamella.reference.recording import Recording, RunSource
 from lamella.sim.explain import explain
-from with_vllm.live_engine import BLOCK, prompt, sampling
+from with_vllm.tiny_engine import BLOCK, prompt, sampling
 
 EXTRA = {"layers_per_slice": 1, "release": "first", "host_pool_gib": 0.1, "chunk_tokens": 64}
 DOCUMENT, QUESTION = 384, 24

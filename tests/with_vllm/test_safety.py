@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +19,11 @@ from lamella.connector.connector_metrics import COUNTERS, TIMES
 from lamella.connector.load_in_flight import Load, Polled
 from lamella.connector.step_orders import StepOrders
 from lamella.connector.vllm import LamellaConnector, LamellaOrders, _is_replay
-from lamella.connector.vllm_engine import TRY_GRAPH_WAITS, check_engine
-from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.vllm_stats import LamellaStats
-from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import HIT, OWN, REPLAYED, decodes_by_replays
+from with_vllm.tiny_engine import PLAIN_STEPS, prompt
+from with_vllm.turns import turn_with
 
 P = prompt(HIT + OWN)
 LONGER = prompt(HIT + 52)  # whose reader is never replayed whole
@@ -40,14 +39,8 @@ FAIL_OR_RECOMPUTE = [
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(engine: LiveEngine) -> Iterator[None]:
-    engine.scheduler.recompute_kv_load_failures = False
-    yield
-    for load in engine.loads:
-        engine.land(load)
-    engine.outputs.clear()
-    engine.settle()
-    assert engine.side.book.num_held == 0
-    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == 39
+    with turn_with(engine):
+        yield
 
 
 @contextmanager
@@ -296,133 +289,6 @@ def test_how_loads_ended_is_known_before_anything_is_reported_whichever_is_asked
     assert called == ["settled", "polled"]
 
 
-WAITS: list[dict[str, Any]] = [
-    {"layers_per_slice": 1},
-    {"layers_per_slice": "1,2", "release": "jit"},
-    {"layers_per_slice": 1, "use_layerwise": True},
-    {"layers_per_slice": "auto", "release": None},
-]
-NO_WAITS: list[dict[str, Any]] = [
-    {"layers_per_slice": 0},
-    {"layers_per_slice": 1, "release": "whole"},
-    {"layers_per_slice": 0, "use_layerwise": True},
-]
-REFUSED = {  # whoever waits in the forward pass; nobody else, and nothing else
-    ("FULL", "never"): "replays whole steps and passes over the layers' waits",
-    ("FULL_DECODE_ONLY", "never"): "replays whole steps and passes over the layers' waits",
-    ("FULL_AND_PIECEWISE", "never"): "replays whole steps and passes over the layers' waits",
-    ("FULL", "before"): "replays prefills as whole graphs too",
-    ("FULL", "inside"): "has not been shown right on a GPU",
-    ("FULL_DECODE_ONLY", "inside"): "has not been shown right on a GPU",
-    ("FULL_AND_PIECEWISE", "inside"): "has not been shown right on a GPU",
-}
-REMEDIES: dict[str, tuple[str | None, dict[str, Any]]] = {  # (cudagraph_mode, settings)
-    "use FULL_AND_PIECEWISE and set full_graphs to before": ("FULL_AND_PIECEWISE", {"full_graphs": "before"}),
-    "set full_graphs to before": (None, {"full_graphs": "before"}),
-    "set full_graphs to never": ("PIECEWISE", {"full_graphs": "never"}),  # which vLLM is asked for then
-    "use FULL_AND_PIECEWISE": ("FULL_AND_PIECEWISE", {}),
-    "use PIECEWISE": ("PIECEWISE", {}),
-    "set layers_per_slice to 0": (None, {"layers_per_slice": 0}),
-    "release to whole": (None, {"release": "whole"}),
-}
-
-
-def why_refused(engine: LiveEngine, mode: CUDAGraphMode, settings: dict[str, Any]) -> str:
-    config = copy(engine.llm.llm_engine.vllm_config)
-    config.compilation_config = copy(config.compilation_config)
-    config.compilation_config.cudagraph_mode = mode
-    try:
-        check_engine(config, ConnectorSettings.from_mapping(settings))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("waits", [*WAITS, *NO_WAITS], ids=str)
-@pytest.mark.parametrize("full_graphs", ["never", "before", "inside"])
-@pytest.mark.parametrize("mode", list(CUDAGraphMode), ids=lambda mode: mode.name)
-@pytest.mark.known_fault(17)
-def test_graphs_of_whole_steps_beside_waits_are_refused_with_remedies_of_which_each_is_enough(
-    engine: LiveEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    mode: CUDAGraphMode,
-    full_graphs: str,
-    waits: dict[str, Any],
-) -> None:
-    monkeypatch.delenv(TRY_GRAPH_WAITS, raising=False)
-    settings = {**waits, "full_graphs": full_graphs}
-    said = why_refused(engine, mode, settings)
-    expected = REFUSED.get((mode.name, full_graphs), "") if waits in WAITS else ""
-    assert (expected in said) if expected else said == ""
-    rest, used = said, 0
-    for remedy, (other, changed) in REMEDIES.items():  # the longest first: what is named is taken out
-        if remedy in rest:
-            rest, used = rest.replace(remedy, ""), used + 1
-            assert why_refused(engine, CUDAGraphMode[other] if other else mode, {**settings, **changed}) == "", remedy
-    assert (used > 0) == bool(said)
-    if said and full_graphs == "inside":
-        monkeypatch.setenv(TRY_GRAPH_WAITS, "1")
-        assert why_refused(engine, mode, settings) == ""
-
-
-FORWARDS: list[tuple[str, dict[str, Any], str]] = [  # (part of the configuration, what it says, what is refused)
-    ("parallel_config", {"enable_dbo": True}, "enable_dbo computes each layer of a step in parts"),
-    ("parallel_config", {"ubatch_size": 4}, "ubatch_size 4 computes each layer of a step in parts"),
-    ("parallel_config", {"ubatch_size": 1}, ""),
-    ("parallel_config", {"data_parallel_size": 2}, ""),
-    ("scheduler_config", {"async_scheduling": False}, ""),
-    ("speculative_config", {"method": "eagle3"}, "speculative decoding by eagle3 runs layers with KV of their own"),
-    ("speculative_config", {"method": "mtp"}, "speculative decoding by mtp runs"),
-    ("speculative_config", {"method": "draft_model"}, "speculative decoding by draft_model runs"),
-    ("speculative_config", {"method": "custom_class"}, "speculative decoding by custom_class runs"),
-    ("speculative_config", {"method": "ngram"}, ""),
-    ("speculative_config", {"method": "suffix"}, ""),
-    ("speculative_config", {"method": "medusa"}, ""),
-]
-
-
-@pytest.mark.parametrize("waits", [*WAITS, *NO_WAITS], ids=str)
-@pytest.mark.parametrize(("part", "values", "expected"), FORWARDS, ids=lambda one: str(one)[:40])
-def test_steps_that_do_not_call_each_hook_once_are_refused_beside_waits(
-    engine: LiveEngine, part: str, values: dict[str, Any], expected: str, waits: dict[str, Any]
-) -> None:
-    config = copy(engine.llm.llm_engine.vllm_config)
-    config.compilation_config = copy(config.compilation_config)
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE  # an engine's own may be refused by itself
-    changed = copy(getattr(config, part)) or SimpleNamespace()
-    for name, value in values.items():
-        object.__setattr__(changed, name, value)
-    object.__setattr__(config, part, changed)
-
-    def said_of(settings: dict[str, Any]) -> str:
-        try:
-            check_engine(config, ConnectorSettings.from_mapping(settings))
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    said = said_of(waits)
-    assert (expected in said) if expected and waits in WAITS else said == ""
-    if said:
-        assert said_of({**waits, "layers_per_slice": 0}) == ""
-    if "release to whole" in said:
-        assert said_of({**waits, "release": "whole"}) == ""
-
-
-def test_below_another_connector_it_is_refused_at_start_with_what_to_do(
-    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """MultiConnector is the engine's connector then, and hands the caches down."""
-    from vllm.distributed.kv_transfer import kv_transfer_state
-    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
-
-    above = MultiConnector.__new__(MultiConnector)
-    above._connectors = [engine.connector]
-    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", above)
-    with pytest.raises(ValueError, match="below MultiConnector: name it as kv_connector itself"):
-        above.register_kv_caches({})
-
-
 def test_a_load_moves_nothing_before_it_is_let(engine: LiveEngine) -> None:
     """The control of every test above: no window was let through that a load did not use."""
     computed = engine.stored(P)
@@ -439,3 +305,21 @@ def test_a_load_moves_nothing_before_it_is_let(engine: LiveEngine) -> None:
 def test_no_request_is_computed_again_for_the_sake_of_what_is_stored(engine: LiveEngine) -> None:
     assert not getattr(engine.scheduler, "requires_kv_delivery", False)  # asked from 0.27 on
     assert not engine.connector.requires_kv_delivery
+
+
+def test_an_engine_that_cannot_come_to_rest_is_used_by_no_later_test(
+    engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.stored(P)
+    engine.add("r1", P)
+    engine.release("r1")
+    with monkeypatch.context() as patched:
+        patched.setattr(engine.gate, "grant", lambda slices: None)
+        patched.setattr("with_vllm.live_engine._REST_S", 0.2)
+        with pytest.raises(AssertionError, match="it did not come to hold in time"):
+            engine.come_to_rest()
+    try:
+        with pytest.raises(pytest.fail.Exception, match="not run, .* unusable: AssertionError"), turn_with(engine):
+            pass
+    finally:
+        engine.broken = ""

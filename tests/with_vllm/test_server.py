@@ -14,9 +14,10 @@ import pytest
 from lamella.server.engine_objects import ANSWER_S
 from rank_driver import ServerProcess, serving
 from with_vllm.answers import Answer
-from with_vllm.live_engine import LiveEngine, prompt, sampling
+from with_vllm.live_engine import LiveEngine
 from with_vllm.served_engines import EXTRA, HIT, found, kept, on, parts, until_served
 from with_vllm.test_processes import engine as answers_of
+from with_vllm.tiny_engine import prompt, sampling
 
 P = prompt(500)
 

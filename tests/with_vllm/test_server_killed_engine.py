@@ -16,8 +16,8 @@ from lamella.server.connection import Connection
 from lamella.server.protocol import Stats, StatsReport
 from rank_driver import ServerProcess, serving
 from with_vllm.answers import Answer
-from with_vllm.live_engine import prompt
 from with_vllm.served_engines import HIT, on, until_served
+from with_vllm.tiny_engine import prompt
 
 P = prompt(500)
 _START_S = 240.0

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from rank_driver import ServerProcess, serving
-from with_vllm.live_engine import PLAIN_STEPS, LiveEngine, prompt
+from with_vllm.live_engine import LiveEngine
 from with_vllm.served_engines import HIT, found, kept, on, only_computed, parts, until_served
+from with_vllm.tiny_engine import PLAIN_STEPS, prompt
 
 P = prompt(500)
 OTHER = prompt(980, salt=5)

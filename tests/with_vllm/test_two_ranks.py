@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from with_vllm.answers import Answer, Tolerance, tolerance_for
-from with_vllm.live_engine import ON_GPU, prompt
 from with_vllm.other_process import answer_in
+from with_vllm.tiny_engine import ON_GPU, prompt
 
 pytestmark = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
 

@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 
 from lamella.connector.safety_rules import ALL_RULES
 from with_vllm.answers import Answer, answer_of
-from with_vllm.live_engine import BLOCK, make_llm, prompt, sampling
+from with_vllm.tiny_engine import BLOCK, make_llm, prompt, sampling
 
 P = prompt(500)
 OTHER = prompt(980, salt=5)  # 31 blocks of 39, of which a held load has 16
