@@ -71,6 +71,7 @@ def make_engine(folder: Path, options: argparse.Namespace) -> Any:
             kv_connector_extra_config={
                 "layers_per_slice": 1,
                 "release": "first",
+                "full_graphs": "never",  # what a step waits for before a replay is not seen in a recording
                 "order": options.order,
                 "host_pool_gib": pool_gib,
                 "chunk_tokens": 64 if options.tiny else 256,

@@ -6,7 +6,8 @@
 
 It decides nothing: every call goes on to `LamellaConnector`. What it costs is a line a step and a request, and on a GPU
 two events a layer while something is landing. There steps and waits are timed on the stream that computes, and tied to
-the host's clock once, before the first step. Waits inside a captured graph are not seen.
+the host's clock once, before the first step. What a replayed step waits, before its graph or inside, is not told apart
+from its own time: `full_graphs: never` shows every wait.
 """
 
 from __future__ import annotations
