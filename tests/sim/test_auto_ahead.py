@@ -114,7 +114,7 @@ def test_a_release_at_the_hand_out_joins_the_pass_that_is_made_then_and_a_worker
     """At the hand-out a request is ready and released in one instant, with layers on their way; by a look never."""
     records = check_releases(8, 768)
     at_hand_out = [record for record in records if record.ready_ns == record.released_ns > record.submitted_ns]
-    assert len(at_hand_out) > len(records) // 3
+    assert len(at_hand_out) > len(records) // 4
     assert any(record.all_landed_ns > record.released_ns for record in at_hand_out)
     assert any(record.submitted_ns < record.ready_ns < record.released_ns for record in records)
 
