@@ -129,7 +129,7 @@ def changes(kept: dict[str, Any]) -> list[str]:
         latest = max((commit for commit in COMMITS if (commit, cell, "fifo_full_graphs") in arms), key=COMMITS.index)
         by_commit = [change(commit, cell, "auto_full_graphs") for commit in COMMITS]
         columns = [cell, change(latest, cell, "fifo_full_graphs"), *by_commit]
-        rows.append("| " + " | ".join(columns).replace("|  |", "| |").replace("|  |", "| |") + " |")
+        rows.append(f"| {' | '.join(columns)} |")
     return rows
 
 
