@@ -259,6 +259,10 @@ def test_an_abort_in_the_middle_leaves_the_blocks_alone_once_it_has_ended(
         number, _locked = load(worker, keys, THERE)
         engine.grant(Direction.RETRIEVE, 6)
         until(worker, lambda report: "r" in report.received)
+        end = time.monotonic() + 10
+        while _transfer(worker, number).query().landed < 3 or not engine.lane(Direction.RETRIEVE).in_flight_bytes:
+            assert time.monotonic() < end, "the next windows are not issued"
+            time.sleep(0.001)
         worker.abort(number)
         worker.begin_step()
         assert worker.poll().loads == {}, "windows of it are still on their way"
