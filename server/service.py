@@ -321,6 +321,7 @@ class CacheService:
         for mover in movers:
             _close_mover(mover)
         self._mapping.shutdown(wait=True)
+        _remove_stale_memories()  # of ranks that died since the last sweep: nobody may come who would look
         self.lending.end_parts(self.leases.all())
         for place in self.places.all():
             try:

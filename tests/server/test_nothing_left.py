@@ -105,6 +105,15 @@ def test_a_memory_of_a_process_killed_before_it_registered_is_removed(server: Se
     wait_nothing_left(maker.pid)
 
 
+def test_a_server_that_ends_right_after_a_process_was_killed_leaves_nothing_of_it(server: ServerProcess) -> None:
+    """Its next look a second later never comes, and nobody else may be there to look."""
+    maker, _nobody = made_by_another()
+    end(maker)
+    server.process.send_signal(signal.SIGTERM)
+    server.process.wait(20)
+    assert left_by(maker.pid) == []
+
+
 @pytest.mark.known_fault(46)
 def test_a_memory_that_is_let_go_of_after_its_maker_was_found_dead_is_removed(server: ServerProcess) -> None:
     """A process that dies lets go of its mark before its memory, and of a GPU's memory between the two."""
