@@ -8,6 +8,7 @@ import sys
 from typing import Any
 
 from lamella.cuda_ext.commit import commit_of
+from lamella.cuda_ext.provenance import command_line
 
 
 def provenance(torch: Any, vllm: Any) -> dict[str, Any]:
@@ -25,7 +26,7 @@ def provenance(torch: Any, vllm: Any) -> dict[str, Any]:
         "vllm": vllm.__version__,
         "python": sys.version.split()[0],
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": command_line(sys.argv),
         "commit": commit_of(),
     }
 

@@ -24,9 +24,9 @@ from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
 from lamella.reference.engine_clock import EngineClock, joining_ns
-from lamella.reference.hand_out import RELEASE_LAG_STEPS, CandidateLoad, released_at_hand_out
+from lamella.reference.hand_out import CandidateLoad, release_lag_ns, released_at_hand_out
 from lamella.reference.release import StallPrice
-from lamella.reference.slices import plan_slices
+from lamella.reference.slices import by_layer, plan_slices
 
 _log = logging.getLogger(__name__)
 
@@ -139,16 +139,11 @@ class AutoChoice:
             self._joining_ns[name] = self._policy.prefill_ns(local_hit, num_tokens - local_hit, self.correction)[1]
 
     @property
-    def _look_ns(self) -> int:
-        """How long the engine is away between two looks, if nobody joins."""
-        return self._engine.step_ns if self._decoding else self.forecast.profile.engine.idle_poll_ns
-
-    @property
     def _release_lag_ns(self) -> int:
         """From a release to the start of its step, in an engine that computes steps for others meanwhile."""
         if not self._facts.steps_ahead:
             return 0
-        return RELEASE_LAG_STEPS * self._engine.step_ns if self._decoding else self._look_ns
+        return release_lag_ns(self._engine.step_ns if self._decoding else 0, self.forecast.profile.engine.idle_poll_ns)
 
     # ---- the engine follows
 
@@ -241,11 +236,8 @@ class AutoChoice:
         begins_ns, ends_ns = self._ledger.window_ns(number)
         num_layers = self._policy.num_layers
         slices = plan_slices(num_layers, num_layers if plan.width is None else plan.width)
-        return tuple(
-            begins_ns + (ends_ns - begins_ns) * part.end_layer // num_layers
-            for part in slices
-            for _layer in range(part.num_layers)
-        )
+        landings = [begins_ns + (ends_ns - begins_ns) * part.end_layer // num_layers for part in slices]
+        return by_layer(landings, [part.num_layers for part in slices])
 
     def forget(self, name: str) -> None:
         """The request is gone."""

@@ -8,6 +8,7 @@ from typing import Final
 from lamella.connector.step_orders import LoadPlan, StepOrders
 from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.release import ReleasePolicy, ReleaseView
+from lamella.reference.slices import by_layer
 
 _IDLE_STEP_NS: Final = 1_000_000
 """What an engine with nothing to compute waits between two looks. Source: vLLM 0.32, v1/engine/core.py."""
@@ -42,11 +43,11 @@ def may_run(
     now_ns = time.monotonic_ns()
     times = transfer.timestamps_ns().landed_ns
     took_ns = max(1, times[progress.landed - 1] - progress.started_ns)  # so far, for `landed` layers
-    arrivals = tuple(
+    landings = [
         times[index] if index < progress.landed else progress.started_ns + took_ns * part.end_layer // landed
         for index, part in enumerate(transfer.slices)
-        for _layer in range(part.num_layers)
-    )
+    ]
+    arrivals = by_layer(landings, [part.num_layers for part in transfer.slices])
     weights = orders.weights
     step_ns = computed_ns if orders.num_tokens else _IDLE_STEP_NS
     compute_ns = computed_ns if plan is None else plan.compute_ns

@@ -66,8 +66,6 @@ class LayerArrivalBoard:
             ValueError: num_entries < 1.
             OSError: as `HostMemory.create`.
         """
-        if num_entries < 1:
-            raise ValueError(f"num_entries must be at least 1, got {num_entries}")
         return cls(HostMemory.create(_size(num_entries)), num_entries)
 
     @classmethod
@@ -78,8 +76,6 @@ class LayerArrivalBoard:
             ValueError: num_entries < 1.
             OSError: as `HostMemory.anonymous`.
         """
-        if num_entries < 1:
-            raise ValueError(f"num_entries must be at least 1, got {num_entries}")
         return cls(HostMemory.anonymous(_size(num_entries)), num_entries)
 
     @classmethod
@@ -282,6 +278,8 @@ def layers_landed(arrival: Arrival, ends: Sequence[int]) -> int:
 
 
 def _size(num_entries: int) -> int:
+    if num_entries < 1:
+        raise ValueError(f"num_entries must be at least 1, got {num_entries}")
     return num_entries * LINE_BYTES
 
 

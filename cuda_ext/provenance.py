@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import lamella
 from lamella.cuda_ext.commit import commit_of
 from lamella.cuda_ext.device import Device
 
+_WHOLE_PATH = re.compile(r"(?:(?<==)|^)/(?:[^/\s]+/)*([^/\s]+)")
 _SOURCES = {".c", ".cpp", ".cu", ".cuh", ".h", ".hpp"}
 
 
@@ -41,6 +43,16 @@ class Provenance:
     commit: str
 
 
+def command_line(command: Sequence[str]) -> str:
+    """The program and its arguments as a result names them: of a whole path only the last name, since folders are a
+    machine's.
+
+    >>> command_line(["/opt/run.py", "/tmp/out/a.json", "--json=/tmp/b.json", "--link", "24GB/s", "a/b"])
+    'run.py a.json --json=b.json --link 24GB/s a/b'
+    """  # noqa: D205 - one sentence more than a line
+    return " ".join(_WHOLE_PATH.sub(r"\1", argument) for argument in command)
+
+
 def provenance_of(device: Device, command: Sequence[str], checkout: Path | None = None) -> Provenance:
     """This run, now.
 
@@ -58,7 +70,7 @@ def provenance_of(device: Device, command: Sequence[str], checkout: Path | None 
             continue
     return Provenance(
         date=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=" ".join(command),
+        command=command_line(command),
         device=device.name,
         device_name=facts.name,
         driver=facts.driver,

@@ -18,6 +18,16 @@ computes, and one whose outputs are handed out before the release. Source: the r
 steps `auto` is level there, with 1 it parks requests that had better joined at once."""
 
 
+def release_lag_ns(decode_ns: int, idle_poll_ns: int) -> int:
+    """From a release to the start of its step.
+
+    Args:
+        decode_ns: a step of those who decode; 0: nobody does.
+        idle_poll_ns: between two looks of an engine with nothing to compute.
+    """
+    return RELEASE_LAG_STEPS * decode_ns or idle_poll_ns
+
+
 class CandidateLoad(NamedTuple):
     """A load that began in an earlier pass, of a request that is not released.
 

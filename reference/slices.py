@@ -65,3 +65,12 @@ def parse_width(text: str) -> int | tuple[int, ...]:
         raise ValueError(f"a width is a positive number or a schedule such as 1,1,2,4; got {text!r}")
     widths = tuple(int(part) for part in parts)
     return widths[0] if len(widths) == 1 else widths
+
+
+def by_layer(landings: Sequence[int], slice_layers: Sequence[int]) -> tuple[int, ...]:
+    """Per layer, the landing of its slice.
+
+    >>> by_layer([10, 20], [1, 3])
+    (10, 20, 20, 20)
+    """
+    return tuple(landing for landing, layers in zip(landings, slice_layers, strict=True) for _ in range(layers))

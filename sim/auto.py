@@ -11,11 +11,12 @@ from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
 from lamella.reference.engine_clock import EngineClock, joining_ns
-from lamella.reference.hand_out import RELEASE_LAG_STEPS, CandidateLoad, released_at_hand_out
+from lamella.reference.hand_out import CandidateLoad, release_lag_ns, released_at_hand_out
 from lamella.reference.release import StallPrice, Whole, waits_its_turn
+from lamella.reference.slices import by_layer
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
 from lamella.sim.ahead import AheadEngine, Pass
-from lamella.sim.engine import Engine, by_layer
+from lamella.sim.engine import Engine
 from lamella.sim.requests import Job
 from lamella.sim.steps import RunningStep
 
@@ -223,7 +224,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         return sum(len(made.firsts) for made in self._passes)
 
     def _release_lag_ns(self) -> int:
-        return RELEASE_LAG_STEPS * self._decode_ns() or self._settings.idle_poll_ns
+        return release_lag_ns(self._decode_ns(), self._settings.idle_poll_ns)
 
     def _release_at_hand_out(self) -> None:
         now, scheduler = self._clock.now_ns, self._scheduler

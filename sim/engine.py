@@ -14,10 +14,10 @@ The rules are those of `lamella.reference.timeline`, with decoding added; here t
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
 from operator import attrgetter
 
 from lamella.reference.release import ReleaseView, StallPrice
+from lamella.reference.slices import by_layer
 from lamella.reference.timeline import NOTHING_TO_LOAD
 from lamella.sim.clock import Phase
 from lamella.sim.records import Ending
@@ -25,15 +25,6 @@ from lamella.sim.requests import Job
 from lamella.sim.settings import OnLoadFailure, SubmitAt
 from lamella.sim.step_runner import StepRunner
 from lamella.sim.steps import RunningStep
-
-
-def by_layer(landings: Sequence[int], slice_layers: Sequence[int]) -> tuple[int, ...]:
-    """Per layer, the landing of its slice.
-
-    >>> by_layer([10, 20], [1, 3])
-    (10, 20, 20, 20)
-    """
-    return tuple(landing for landing, layers in zip(landings, slice_layers, strict=True) for _ in range(layers))
 
 
 class Engine(StepRunner):
