@@ -25,7 +25,7 @@ from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
 from concurrency_rank import Ranks
 from concurrency_weights import count_parameters, seed_weights
 from connector_exchange import ConnectorExchange
-from host_cores import HostCores, cores_near
+from host_cores import EngineCores
 from kept_pool import KeptPool, keep_pool
 
 
@@ -97,7 +97,7 @@ class ConcurrencyEngine:
         gc.collect()
         gc.freeze()  # as vLLM's own core does: what is there now is not looked at again
         self.ranks("freeze_garbage")
-        self.cores = HostCores(*side_by_side, cores_near("cuda:0"), wanted=not tiny and tensor_parallel == 1)
+        self.cores = EngineCores(self.ranks, *side_by_side, wanted=not tiny)
         self.parameters = sum(self.llm.apply_model(count_parameters if tiny else seed_weights))
 
     # ---- set-up

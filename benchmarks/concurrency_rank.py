@@ -14,7 +14,7 @@ import gc
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from typing import Any, Final
 
 from concurrency_probe import RankProbe
 from graph_choice import GraphChoice
+from host_cores import HostCores, cores_near
 from kept_pool import KeptPool, keep_pool
 
 _CONTROL_GB_PER_S: Final = 5.0
@@ -96,6 +97,7 @@ class Rank:
         self._probe = RankProbe(None)
         self._pool: KeptPool | None = None
         self._tensors: dict[str, Any] = {}
+        self._cores = HostCores((), "none were given")
 
     @property
     def _connector(self) -> Any:
@@ -115,8 +117,28 @@ class Rank:
 
         self._probe = RankProbe(torch if on_cuda else None)
 
+    def near_cores(self) -> tuple[int, ...]:
+        """The logical cores near this rank's device; empty where that is not known."""
+        return cores_near(str(self._worker.device))
+
+    def take_cores(self, shares: Sequence[Sequence[tuple[int, ...]]], why_not: str) -> None:
+        """This process has its rank's share, from `choose_cores` on; an empty one: as it is, for that reason."""
+        self._cores = HostCores(shares[self._worker.rank], why_not)
+
+    def choose_cores(self) -> None:
+        """This thread, which launches, has the quickest core of the share, and this process's others the rest."""
+        self._cores.choose()
+
+    def facts_of_cores(self) -> dict[str, Any]:
+        """See `HostCores.facts`."""
+        return self._cores.facts()
+
     def exchange(self, settings: RankSettings) -> tuple[int, Any]:
         """The rank's connector is another one; its rank, and what it tells the scheduler side."""
+        with self._cores.shared():
+            return self._exchange(settings)
+
+    def _exchange(self, settings: RankSettings) -> tuple[int, Any]:
         from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
         held = self._connector

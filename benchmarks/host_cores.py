@@ -1,16 +1,18 @@
-"""A core of its own for the thread that drives an engine, the quickest of those it may have.
+"""A core of its own for each thread that drives an engine, the quickest of those it may have.
 
 A step with piecewise graphs takes as long as its launches, and a thread whose core is shared with another busy one
-launches half as fast. Threads inherit the cores of the thread that makes them: what is made inside `shared` gets
-the other cores. Linux only; where cores are few or unknown nothing is done, and `facts` says so.
+launches half as fast. With one rank that thread is this process's first; with tensor parallelism the first thread of
+this process schedules and that of each worker process launches, and each has a share of the cores: one for itself, the
+rest for the other threads of its process. Threads inherit the cores of the thread that makes them: what is made inside
+`shared` gets the other cores. Linux only; where cores are few or unknown nothing is done, and `facts` says why.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,36 +61,57 @@ def _listed(path: Path) -> tuple[int, ...]:
     return tuple(found)
 
 
-def share_of(cores: Sequence[tuple[int, ...]], near: Sequence[int], part: int, parts: int) -> list[tuple[int, ...]]:
-    """The physical cores of one engine of several: every `parts`-th, of those near its device where they suffice."""
-    close = [core for core in cores if set(core) <= set(near)]
-    mine = close[part::parts]
-    return mine if len(mine) >= _FEWEST_CORES else list(cores[part::parts])
+def dealt(cores: Sequence[tuple[int, ...]], nears: Sequence[Sequence[int]]) -> list[list[tuple[int, ...]]]:
+    """The physical cores of several processes, of each only those near its device where they suffice; no core twice.
+
+    Args:
+        cores: physical ones, each as its logical ones.
+        nears: for each process the logical cores near its device; empty: any.
+    """
+    wanted = [set(near) for near in nears]
+    while True:
+        shares = _in_turn(cores, wanted)
+        short = [number for number, share in enumerate(shares) if len(share) < _FEWEST_CORES and wanted[number]]
+        if not short:
+            return shares
+        for number in short:
+            wanted[number] = set()
+
+
+def _in_turn(cores: Sequence[tuple[int, ...]], wanted: Sequence[set[int]]) -> list[list[tuple[int, ...]]]:
+    left, shares, took = list(cores), [list[tuple[int, ...]]() for _ in wanted], True
+    while took:
+        took = False
+        for share, near in zip(shares, wanted, strict=True):
+            core = next((one for one in left if not near or set(one) <= near), None)
+            if core is not None:
+                left.remove(core)
+                share.append(core)
+                took = True
+    return shares
 
 
 class HostCores:
-    """See the module.
+    """The cores of one process's threads; see the module.
 
     Args:
-        part, parts: which of several engines side by side this is.
-        near: logical cores near the device; empty: any.
-        wanted: false where nothing is to be done.
+        cores: physical ones, each as its logical ones; empty: nothing is done.
+        why_not: why there are none.
     """
 
-    def __init__(self, part: int, parts: int, near: Sequence[int] = (), wanted: bool = True) -> None:
-        self._cores: list[tuple[int, ...]] = []
+    def __init__(self, cores: Sequence[tuple[int, ...]], why_not: str = "") -> None:
+        self._cores = list(cores)
+        self._why_not = why_not
         self._main: int | None = None
         self._took_us: dict[int, float] = {}
-        if wanted and hasattr(os, "sched_setaffinity"):
-            mine = share_of(physical_cores(sorted(os.sched_getaffinity(0))), near, part, parts)
-            self._cores = mine if len(mine) >= _FEWEST_CORES else []
 
     def facts(self) -> dict[str, Any]:
-        """What is done, and how long the probe took on each core that was tried, in microseconds."""
+        """What is done or why nothing is, and how long the probe took on each core that was tried, in microseconds."""
         return {
             "cores": [list(core) for core in self._cores],
             "main": self._main,
             "probe_us": {str(cpu): round(us) for cpu, us in self._took_us.items()},
+            **({} if self._cores else {"why_not": self._why_not}),
         }
 
     def choose(self) -> None:
@@ -129,6 +152,49 @@ class HostCores:
                 os.sched_setaffinity(int(name), {self._main} if int(name) == own else self._others)
             except OSError:  # it has ended meanwhile
                 continue
+
+
+class EngineCores:
+    """Cores for every process of one engine: this one, and with tensor parallelism each rank's.
+
+    Args:
+        ranks: calls a method of every `concurrency_rank.Rank`, by name; replies in rank order.
+        part, parts: which of several engines side by side this is.
+        wanted: false where nothing is to be done.
+    """
+
+    def __init__(self, ranks: Callable[..., list[Any]], part: int, parts: int, wanted: bool = True) -> None:
+        self._ranks: Callable[..., list[Any]] | None = None
+        if not (wanted and hasattr(os, "sched_setaffinity")):
+            self._own = HostCores((), "not wanted" if not wanted else "this system gives no thread cores of its own")
+            return
+        near: list[Sequence[int]] = ranks("near_cores")
+        processes = near if len(near) == 1 else [near[0], *near]
+        cores = physical_cores(sorted(os.sched_getaffinity(0)))
+        first = part * len(processes)
+        shares = dealt(cores, processes * parts)[first : first + len(processes)]
+        why_not = ""
+        if min(map(len, shares)) < _FEWEST_CORES:
+            why_not = f"{len(cores)} physical cores, fewer than {_FEWEST_CORES} for each of {len(processes) * parts}"
+            shares = [[] for _ in shares]
+        self._own = HostCores(shares[0], why_not)
+        if len(near) > 1:
+            self._ranks = ranks
+            ranks("take_cores", shares[1:], why_not)
+
+    def facts(self) -> dict[str, Any]:
+        """As `HostCores.facts` of this process, and of each rank in a process of its own under `ranks`."""
+        return self._own.facts() | ({} if self._ranks is None else {"ranks": self._ranks("facts_of_cores")})
+
+    def choose(self) -> None:
+        """As `HostCores.choose`, in every process; nothing is in flight."""
+        if self._ranks is not None:
+            self._ranks("choose_cores")
+        self._own.choose()
+
+    def shared(self) -> AbstractContextManager[None]:
+        """As `HostCores.shared`, in this process; a rank does so itself."""
+        return self._own.shared()
 
 
 def _probe_us() -> float:

@@ -147,10 +147,10 @@ def measure(asked: argparse.Namespace, group: Group, arms: dict[str, Arm], cells
     part, parts = map(int, asked.side.split("/"))
     engine = ConcurrencyEngine(group, asked.tiny, asked.tp, options, (part, parts))
     engine.probe.layers_timed = asked.stream_stalls
+    engine.cores.choose()
     run = Run(asked, engine, group, arms, begin)
     run.write({"kind": "engine", **facts_of(engine, asked)})
     run.say(f"engine ready: {json.dumps(engine.facts())}")
-    engine.cores.choose()
     run.say(f"cores: {json.dumps(engine.cores.facts())}")
     complete = run.all(cells)
     engine.close()

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import concurrency_rank
 import host_cores
 import pytest
+from concurrency_rank import Rank, Ranks
 from graph_choice import GraphChoice, usual_sizes
-from host_cores import HostCores, cores_of_node, physical_cores, share_of
+from host_cores import EngineCores, HostCores, cores_of_node, dealt, physical_cores
 
 
 def machine(folder: Path, siblings: dict[int, str]) -> Path:
@@ -35,58 +38,165 @@ def test_logical_cores_of_one_physical_core_stay_together(tmp_path: Path) -> Non
     assert cores_of_node(None, folder) == cores_of_node(5, folder) == ()
 
 
+def flat(share: list[tuple[int, ...]]) -> set[int]:
+    return {cpu for core in share for cpu in core}
+
+
+CORES = [(number, number + 16) for number in range(16)]
+NODES = [[*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]]
+
+
 def test_two_engines_side_by_side_share_no_core() -> None:
-    cores = [(number, number + 16) for number in range(16)]
-    shares = [share_of(cores, [*range(8), *range(16, 24)], part, 2) for part in (0, 1)]
-    assert not {cpu for core in shares[0] for cpu in core} & {cpu for core in shares[1] for cpu in core}
+    shares = dealt(CORES, [NODES[0]] * 2)
+    assert not flat(shares[0]) & flat(shares[1])
     assert all(core[0] < 8 for share in shares for core in share), "near the device"
-    few = share_of(cores, [0, 1], 1, 2)
-    assert few == cores[1::2], "too few are near: any"
+    assert dealt(CORES, [[0, 1]] * 2)[1] == CORES[1::2], "too few are near: any"
 
 
-def test_where_cores_are_few_nothing_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: {0, 1})
-    before = HostCores(0, 1)
-    before.choose()
-    with before.shared():
-        pass
-    assert before.facts() == {"cores": [], "main": None, "probe_us": {}}
+def test_each_of_an_engines_processes_has_cores_near_its_own_device() -> None:
+    shares = dealt(CORES, [NODES[0], *NODES])
+    assert shares == [CORES[0:8:2], CORES[1:8:2], CORES[8:]]
+    assert dealt(CORES, [NODES[1]] * 3) == [CORES[8::2], CORES[9::2], CORES[:8]], "too few are near for the last"
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_the_first_thread_has_the_quickest_core_and_others_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_node_is_unknown_takes_no_core_of_others() -> None:
+    shares = dealt(CORES, [NODES[0], (), NODES[1]])
+    assert not flat(shares[0]) & flat(shares[1])
+    assert not flat(shares[1]) & flat(shares[2])
+    assert all(len(share) >= 3 for share in shares)
+
+
+# ---- one process
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Two of this machine's logical cores, the second the quicker one; all are given back."""
     every = sorted(os.sched_getaffinity(0))
-    monkeypatch.setattr(host_cores, "_FEWEST_CORES", 2)
-    monkeypatch.setattr(host_cores, "physical_cores", lambda allowed: [(cpu,) for cpu in every[:2]])
+    if len(every) < 2:
+        pytest.skip("needs two cores")
     monkeypatch.setattr(host_cores, "_probe_us", lambda: 1.0 if os.sched_getaffinity(0) == {every[1]} else 2.0)
-    chosen = HostCores(0, 1)
+    yield every[:2]
+    for name in os.listdir("/proc/self/task"):
+        with suppress(OSError):  # it has ended meanwhile
+            os.sched_setaffinity(int(name), every)
+
+
+def looking(seen: dict[str, set[int]], name: str, end: threading.Event) -> threading.Thread:
+    """A thread that notes the cores it may have when the event comes."""
+
+    def work() -> None:
+        end.wait(10.0)
+        seen[name] = os.sched_getaffinity(0)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+def test_the_first_thread_has_the_quickest_core_and_others_the_rest(two_cores: list[int]) -> None:
+    chosen = HostCores([(cpu,) for cpu in two_cores])
+    seen: dict[str, set[int]] = {}
+    end = threading.Event()
+    try:
+        threads = [looking(seen, "older", end)]
+        chosen.choose()
+        assert os.sched_getaffinity(0) == {two_cores[1]}
+        with chosen.shared():
+            threads.append(looking(seen, "made inside", end))
+        assert os.sched_getaffinity(0) == {two_cores[1]}
+    finally:
+        end.set()
+    for thread in threads:
+        thread.join()
+    assert seen == {"older": {two_cores[0]}, "made inside": {two_cores[0]}}
+    assert chosen.facts()["main"] == two_cores[1]
+
+
+def test_a_rank_has_its_own_share_and_what_an_exchange_makes_gets_the_other_cores(
+    two_cores: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: dict[str, set[int]] = {}
     end = threading.Event()
 
-    def look(name: str, wait_s: float) -> threading.Thread:
-        def work() -> None:
-            end.wait(wait_s)
-            seen[name] = os.sched_getaffinity(0)
+    def exchanging(self: Rank, settings: Any) -> tuple[int, Any]:
+        looking(seen, "made by the exchange", end).join()
+        return 1, settings
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        return thread
+    monkeypatch.setattr(Rank, "_exchange", exchanging)
+    rank = Rank(SimpleNamespace(rank=1))
+    rank.take_cores([[(99,)], [(cpu,) for cpu in two_cores]], "")
+    rank.choose_cores()
+    assert os.sched_getaffinity(0) == {two_cores[1]}
+    end.set()
+    rank.exchange(None)
+    assert seen == {"made by the exchange": {two_cores[0]}}
+    assert os.sched_getaffinity(0) == {two_cores[1]}
+    assert rank.facts_of_cores()["main"] == two_cores[1]
 
-    try:
-        older = look("older", 10.0)
-        chosen.choose()
-        assert os.sched_getaffinity(0) == {every[1]}
-        with chosen.shared():
-            look("made inside", 0.0).join()
-        assert os.sched_getaffinity(0) == {every[1]}
-        end.set()
-        older.join()
-        assert seen == {"older": {every[0]}, "made inside": {every[0]}}
-    finally:
-        end.set()
-        for name in os.listdir("/proc/self/task"):
-            with suppress(OSError):  # it has ended meanwhile
-                os.sched_setaffinity(int(name), every)
+
+# ---- an engine
+
+
+class Executor:
+    """Workers on devices of their own, as an engine's executor calls them."""
+
+    def __init__(self, *devices: str) -> None:
+        self.workers = [SimpleNamespace(rank=rank, device=device) for rank, device in enumerate(devices)]
+
+    def collective_rpc(self, method: Any, args: tuple[Any, ...]) -> list[Any]:
+        return [method(worker, *args) for worker in self.workers]
+
+
+@pytest.fixture
+def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine of 16 cores, cuda:0 near the first half of them and cuda:1 near the second."""
+    monkeypatch.setattr(host_cores, "physical_cores", lambda _allowed: CORES)
+    monkeypatch.setattr(concurrency_rank, "cores_near", lambda device: NODES[int(device[-1])])
+
+
+@pytest.mark.usefixtures("on_two_nodes")
+def test_the_scheduling_process_and_each_rank_have_shares_and_choose_in_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[list[tuple[int, ...]]] = []
+    monkeypatch.setattr(HostCores, "choose", lambda self: chosen.append(self.facts()["cores"]))
+    cores = EngineCores(Ranks(Executor("cuda:0", "cuda:1")), 0, 1)
+    wanted = [[list(core) for core in share] for share in (CORES[0:8:2], CORES[1:8:2], CORES[8:])]
+    facts = cores.facts()
+    assert [facts["cores"], *(rank["cores"] for rank in facts["ranks"])] == wanted
+    assert "why_not" not in facts
+    cores.choose()
+    assert chosen == [*wanted[1:], wanted[0]]
+
+
+@pytest.mark.usefixtures("on_two_nodes")
+@pytest.mark.parametrize("part", [0, 1])
+def test_with_one_rank_the_engine_has_its_part_of_the_cores_near_the_device(part: int) -> None:
+    facts = EngineCores(Ranks(Executor("cuda:1")), part, 2).facts()
+    assert facts == {"cores": [list(core) for core in CORES[8:][part::2]], "main": None, "probe_us": {}}
+
+
+@pytest.mark.usefixtures("on_two_nodes")
+@pytest.mark.parametrize("devices", [("cuda:0",), ("cuda:0", "cuda:1")])
+def test_where_cores_are_few_nothing_is_done_and_every_rank_says_why(
+    devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_cores, "physical_cores", lambda _allowed: CORES[: 3 * len(devices) - 1])
+    monkeypatch.setattr(os, "sched_setaffinity", None)
+    cores = EngineCores(Ranks(Executor(*devices)), 0, 1)
+    cores.choose()
+    with cores.shared():
+        pass
+    facts = cores.facts()
+    for one in (facts, *facts.get("ranks", ())):
+        assert (one["cores"], one["main"], one["probe_us"]) == ([], None, {})
+        assert one["why_not"].startswith(f"{3 * len(devices) - 1} physical cores, fewer than 3 for each of")
+    assert len(facts.get("ranks", ())) == (2 if len(devices) == 2 else 0)
+
+
+def test_where_nothing_is_wanted_no_rank_is_asked() -> None:
+    cores = EngineCores(lambda name, *_more: pytest.fail(f"{name} was called"), 0, 1, wanted=False)
+    cores.choose()
+    assert cores.facts() == {"cores": [], "main": None, "probe_us": {}, "why_not": "not wanted"}
 
 
 # ---- graphs
