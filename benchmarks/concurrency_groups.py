@@ -68,6 +68,7 @@ _TWO: Final = (BASELINE, "chunk_deep", "fifo_first", "auto")
 _FULL_GRAPHS: Final = ("chunk_full_graphs", "fifo_full_graphs", "auto_full_graphs")
 _FULL_FEW: Final = (*CHUNK_MAJOR_FULL, "interleaved_full_graphs", "fifo_full_graphs", "auto_full_graphs")
 _FULL_FOUR: Final = (CHUNK_MAJOR_FULL[0], *_FULL_FEW[2:])
+_FULL_LEAST: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "auto_full_graphs")
 _FULL_ALONE: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "sync_full_graphs", "auto_full_graphs")
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
@@ -121,6 +122,7 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=3,
             ),
             *_by_default((_CORE[2], _CORE[1], _CORE[4], _CORE[3], *_CORE[5:]), _FULL_ARMS),
+            _named(_closed(4, 15_360, 1_024, arms=_FULL_LEAST, repeats=6), "full"),
         ),
         full_graphs=True,
     ),
@@ -305,6 +307,20 @@ GROUPS: Final[dict[str, Group]] = {
             for concurrency, more in ((4, {"requests": 12}), (1, {"requests": 5}), (8, {"requests": 20}))
         ),
         documents=12,
+    ),
+    "two_gpus_full": Group(
+        tuple(
+            _named(_closed(concurrency, hit, 768, arms=arms, requests=requests, repeats=6), "two_gpus_full")
+            for concurrency, hit, requests, arms in (
+                (4, 15_360, 12, _FULL_FEW),
+                (4, 18_432, 12, _FULL_LEAST),  # transfer over prefill as one GPU has it with 15,360 and 768
+                (1, 15_360, 5, _FULL_ALONE),
+                (8, 15_360, 20, _FULL_LEAST),
+            )
+        ),
+        documents=12,
+        document_tokens=18_432,
+        full_graphs=True,
     ),
     "peer_offloading": _peer("peer_offloading", "OffloadingConnector"),
     "peer_simple": _peer("peer_simple", "SimpleCPUOffloadConnector"),

@@ -34,6 +34,7 @@ from concurrency_goals import (
     regrets_table,
 )
 from concurrency_rules import Mean, Row
+from concurrency_two_gpus import beside_one_gpu
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
@@ -236,7 +237,7 @@ def main() -> int:
     print(cells_table(cells, predicted))
     if asked.newest:
         print(regrets_table(by_commit(runs)))
-    print(goals_table(goals(cells, verdicts, rows)))
+    print(goals_table([*goals(cells, verdicts, rows), *beside_one_gpu(cells)]))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
     if asked.svg:

@@ -8,6 +8,7 @@ import pytest
 from concurrency_figures import Verdict, figures_of
 from concurrency_goals import cells_table, differences_table, first_tokens, goals, predictions_of, regrets_table
 from concurrency_report import by_commit, newest
+from concurrency_two_gpus import beside_one_gpu
 
 GOOD = Verdict(8, 0, 0, 0.1)
 
@@ -168,3 +169,47 @@ def test_one_thing_at_a_time_and_predictions_are_in_the_tables() -> None:
 def test_what_a_release_waits_for_is_split_at_the_release() -> None:
     arm = figures_of(run("a", {"chunk_bounded": 100}))["a"].arms["chunk_bounded"]
     assert (arm.unnoticed_ms, arm.unadmitted_ms) == (1.0, 5.0), "landed at 3, released at 4, the step begins at 9 ms"
+
+
+# ---- two GPUs beside one
+
+
+def at_ratio(name: str, ratio: float, ttft: float, arm: str = "auto_full_graphs", **more: Any) -> list[dict[str, Any]]:
+    """A cell in which a load takes 40 ms and a prefill as long as the ratio says; chunk-major takes 100 ms."""
+    rows = run(name, {"chunk_full_graphs": 100, arm: ttft}, concurrency=4, **more)
+    for one in rows:
+        one["requests"] *= 3
+        one["steps"][0][5] = 40_000 / ratio
+    return rows
+
+
+def beside(*cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    lines = beside_one_gpu(figures_of([row for rows in cells for row in rows]))
+    return [(line.measured, line.state) for line in lines]
+
+
+NEAR, FAR = at_ratio("near", 0.8, 45.0), at_ratio("far", 1.2, 30.0)
+
+
+@pytest.mark.parametrize(("ttft", "points", "state"), [(49.0, "+4.0", "reached"), (51.0, "+6.0", "missed"),
+                                                       (38.0, "-7.0", "reached")])  # fmt: skip
+def test_two_gpus_are_held_against_one_at_the_nearest_ratio(ttft: float, points: str, state: str) -> None:
+    ((measured, found),) = beside(FAR, NEAR, at_ratio("c_two_gpus_full", 0.75, ttft))
+    assert found == state
+    assert measured.startswith(f"{ttft / 100 - 1:+.1%} ± 0.0% at T/P 0.75, one GPU -55.0% ± 0.0% at 0.80 in near: ")
+    assert measured.endswith(f": {points} ± 0.0 points")
+
+
+def test_two_gpus_are_not_held_against_another_ratio_workload_or_noise() -> None:
+    two = at_ratio("c_two_gpus_full", 0.75, 46.0)
+    assert beside(FAR, two)[0][1] == "not shown: T/P is not the same"
+    assert beside(FAR, at_ratio("near", 0.8, 45.0, output=16), two)[0][1] == "not shown: T/P is not the same"
+    assert beside(FAR, at_ratio("near", 0.8, 45.0, arm="fifo_full_graphs"), two)[0][1].startswith("not shown: T/P")
+    noisy = at_ratio("c_two_gpus_full", 0.75, 46.0)
+    for number, one in enumerate(noisy[4:]):
+        one["requests"] = [{**request, "token_us": [1_000 + 46_000 + 9_000 * number, 201_000]}
+                           for request in one["requests"]]  # fmt: skip
+    assert beside(NEAR, noisy)[0][1].startswith("not shown: two GPUs: standard error")
+    assert beside(NEAR, FAR) == beside(two) == [], "only where both kinds are given"
+    alone = [{**row, "cell": {**row["cell"], "concurrency": 1}} for row in two]
+    assert beside(NEAR, alone) == [], "the goal is about four at once"
