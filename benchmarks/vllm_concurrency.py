@@ -4,7 +4,7 @@
     vllm_concurrency.py OUT.jsonl --cells core --budget-s 560        one GPU, vLLM 0.26, Llama-3.1-8B's shape
     vllm_concurrency.py OUT.jsonl --cells core --tiny                the same program on a CPU, to see that it runs
     vllm_concurrency.py OUT.jsonl --cells core --list                cells and arms; nothing runs
-    vllm_concurrency.py OUT.jsonl --cells two_gpus --tp 2            two GPUs, a rank each
+    vllm_concurrency.py OUT.jsonl --cells two_gpus_full --tp 2       two GPUs, a rank each
     concurrency_report.py OUT.jsonl                                  the table
 
 One engine runs every arm: the connector is exchanged between repeats, while nothing is in flight. A round has each arm
