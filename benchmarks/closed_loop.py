@@ -144,7 +144,13 @@ def while_others_decode(
     class Noting:
         add = staticmethod(engine.add)
         now_ns = staticmethod(engine.now_ns)
-        sleep = staticmethod(engine.sleep)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            """The others go on: an engine that has them never rests."""
+            until_ns = engine.now_ns() + round(seconds * 1e9)
+            while engine.now_ns() < until_ns:
+                Noting.step()
 
         @staticmethod
         def step() -> Sequence[Delivered]:

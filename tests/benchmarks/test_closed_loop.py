@@ -114,3 +114,16 @@ def test_bystanders_that_end_too_soon_spoil_the_measurement() -> None:
         while_others_decode(
             engine, [Request("b0", [1], 5)], engine.abort, lambda loop: serve(loop, requests(3), concurrency=1)
         )
+
+
+def test_bystanders_decode_on_between_arrivals() -> None:
+    engine = CountingEngine()
+    others = [Request("other", [1], 1000)]
+    far_apart = requests(3, at_ns=(0, 20 * STEP_NS, 45 * STEP_NS))
+    served, times = while_others_decode(engine, others, engine.abort, lambda loop: serve(loop, far_apart, None))
+    assert not engine.slept
+    gaps = [later - earlier for earlier, later in zip(times["other"], times["other"][1:], strict=False)]
+    assert max(gaps) <= 1.2 * STEP_NS, "a step, and a request handed over"
+    arrived = [one.arrival_ns - served[0].arrival_ns for one in served]
+    assert arrived == [0, 20 * STEP_NS, 45 * STEP_NS]
+    assert all(one.queued_ns - one.arrival_ns <= 1.2 * STEP_NS for one in served), "handed over after the step it met"
