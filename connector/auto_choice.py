@@ -113,6 +113,7 @@ class AutoChoice:
             link_wait_ns=self._ledger.link_wait_ns(now_ns),
             engine_wait_ns=self._engine.wait_ns(now_ns),
             queued_ns=queued_ns + sum(self._joining_ns.values()) + sum(self._released.values()),
+            sharing=len(self._cut) + len(self._joining_ns) + len(self._released),
             waiting=self._ledger.waiting(now_ns),
             decoding=decoding,
             bystanders=len(self._decoding - self._readers),

@@ -1,14 +1,16 @@
 """What one rank measures for forecasts: how long the link had a load, and how long a step took that waited for none.
 
-A step is measured from its begin to the next step's begin, on the stream that computes, and only where the next one
-goes on with a request of it: else the engine may have slept in between. Nothing here waits: what a GPU has not reached
-yet is reported with a later step.
+A step is measured on the stream that computes, from its begin until its layers are through: until the next step's
+begin there may lie what the host does in between, which is no time of the step's. Of a load, the slices behind the
+first are measured: before that it may wait on the device for blocks that are still being read, which is no time of the
+link's. Nothing here waits: what a GPU has not reached yet is reported with a later step.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from lamella.connector.step_orders import Observed, StepOrders
@@ -89,21 +91,29 @@ class Observations:
         self._begun: tuple[int, Any] | None = None  # (expected, mark) of the step under way, if it is to be measured
         self._open: deque[_Measured] = deque(maxlen=_MOST_OPEN)
 
-    def load_landed(self, slices: int, num_bytes: int, started_ns: int, landed_ns: int) -> None:
-        """A load was on the link from `started_ns`, or from the landing of the one before, to `landed_ns`."""
-        took_ns = landed_ns - max(started_ns, self._last_landed_ns)
-        self._last_landed_ns = max(self._last_landed_ns, landed_ns)
+    def load_landed(self, part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int]) -> None:
+        """A load was on the link: its slices' bytes and landings, and when it began.
+
+        It had the link from its first slice's landing, or from the landing of the load before it. One of a single
+        slice is measured from its begin.
+        """
+        counted = part_bytes if len(part_bytes) == 1 else part_bytes[1:]
+        begun_ns = started_ns if len(part_bytes) == 1 else landed_ns[0]
+        took_ns = landed_ns[-1] - max(begun_ns, self._last_landed_ns)
+        self._last_landed_ns = max(self._last_landed_ns, landed_ns[-1])
         if took_ns > 0:
-            self._found = self._found.with_load(slices, num_bytes, took_ns)
+            self._found = self._found.with_load(len(counted), sum(counted), took_ns)
 
     def step_begins(self, orders: StepOrders, waits: bool) -> None:
         """A step begins; `waits`: its layers wait for loads, so that its time would say nothing."""
         wanted = orders.expected_ns > 0 and not waits
-        goes_on = self._begun is not None and orders.num_decoding > 0
-        mark = self._marks.mark() if wanted or goes_on else None
-        if goes_on and self._begun is not None:
-            self._open.append(_Measured(self._begun[0], self._begun[1], mark))
-        self._begun = (orders.expected_ns, mark) if wanted else None
+        self._begun = (orders.expected_ns, self._marks.mark()) if wanted else None
+
+    def step_computed(self) -> None:
+        """All layers of the step under way were given to the device."""
+        if self._begun is not None:
+            self._open.append(_Measured(*self._begun, self._marks.mark()))
+            self._begun = None
 
     def take(self) -> Observed:
         """What has been measured since the last call."""

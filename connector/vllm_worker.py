@@ -263,6 +263,8 @@ class WorkerSide:
 
         With speculative decoding vLLM's first model runner asks for what has `finished` before it says this.
         """
+        if self._observations is not None:
+            self._observations.step_computed()
         self._take_in()
         if not self._idle and self.stores.wait_for_step:
             self.stores.step_computed(self.loads.spoils)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor
 from typing import Final
 
@@ -46,7 +46,8 @@ class WorkerLoads:
         metrics: counts and times.
         several_groups: the engine cannot report blocks: errors are reported by request, before release.
         executor: begins loads; by default the caller's thread does.
-        on_landed: called with (slices, bytes, start, landing) of each load that has landed; None if nobody asks.
+        on_landed: called with (bytes of each slice, start, their landings) of each load that has landed; None if nobody
+            asks.
         captured: waits inside captured graphs, where they are asked for.
     """
 
@@ -63,7 +64,7 @@ class WorkerLoads:
         metrics: Metrics,
         several_groups: bool = False,
         executor: Executor | None = None,
-        on_landed: Callable[[int, int, int, int], object] | None = None,
+        on_landed: Callable[[Sequence[int], int, Sequence[int]], object] | None = None,
         captured: CapturedWaits | None = None,
     ) -> None:
         self._submit = submit
@@ -394,5 +395,6 @@ class WorkerLoads:
         landed = transfer.timestamps_ns().landed_ns
         num_bytes = (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes
         if self._on_landed is not None:
-            self._on_landed(transfer.num_slices, num_bytes, transfer.query().started_ns, landed[-1])
+            parts = [num_bytes * part.num_layers // self._num_layers for part in transfer.slices]
+            self._on_landed(parts, transfer.query().started_ns, landed)
         count_landed(self._metrics, transfer.num_slices, num_bytes, [at - load.ordered_ns for at in landed])

@@ -135,12 +135,16 @@ class AutoPolicy:
         if min(view.load_tokens, view.new_tokens) < 1 or view.cached_tokens < view.load_tokens:
             raise ValueError(f"a choice needs a hit and new tokens behind it, got {view}")
         times = (view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns, view.release_lag_ns)
-        if min(*times, view.joining_ns, view.first_tokens) < 0 or not 0 <= view.bystanders <= view.decoding:
+        if (
+            min(*times, view.joining_ns, view.first_tokens, view.sharing) < 0
+            or not 0 <= view.bystanders <= view.decoding
+        ):
             raise ValueError(f"times and counts must be at least 0, got {view}")
         first_ns, prefill_ns = self.prefill_ns(view.cached_tokens, view.new_tokens, correction)
         free_ns = view.engine_wait_ns + view.queued_ns
         ahead = _chain(free_ns, view.waiting)  # when each of those that wait is done, if nothing joins
-        behind_ns = ahead[-1] if ahead else free_ns
+        # Whoever is released computes behind them, and no sooner than in the step after the one that is made now.
+        begin_ns = max(ahead[-1] if ahead else free_ns, free_ns + view.release_lag_ns)
         alone = view.idle and not view.decoding
         poll_ns = (self._poll_ns if alone else view.step_ns) // 2
         # From a landing to the start of the step that it lets begin; where others compute, the host joins it meanwhile.
@@ -152,10 +156,10 @@ class AutoPolicy:
 
         found: list[Prediction] = []
         if can.early and least < self.num_layers:
-            found.append(self._early(view, wire_ns, first_ns, prefill_ns, behind_ns, poll_ns, look_ns, hurt, least))
+            found.append(self._early(view, wire_ns, first_ns, prefill_ns, begin_ns, poll_ns, look_ns, hurt, least))
         if can.sync and least < self.num_layers:
             found.append(self._sync(view, wire_ns, first_ns, prefill_ns, ahead, hurt, least))
-        ttft = max(whole_ns + look_ns, behind_ns) + prefill_ns
+        ttft = max(whole_ns + look_ns, begin_ns) + prefill_ns
         found.append(Prediction(Arm.CHUNK_MAJOR, self.num_layers, ttft, round(ttft + hurt * prefill_ns)))
         if can.off:
             found.append(self._off(view, correction, ahead, hurt))
@@ -173,14 +177,13 @@ class AutoPolicy:
         wire_ns: float,
         first_ns: int,
         prefill_ns: int,
-        behind_ns: int,
+        begin_ns: int,
         poll_ns: int,
         look_ns: int,
         hurt: float,
         least: int,
     ) -> Prediction:
         """Slices of the best width, released with the first or just in time, whichever costs less."""
-        begin_ns = max(behind_ns, view.engine_wait_ns + view.queued_ns + view.release_lag_ns)
         start_ns = begin_ns - view.link_wait_ns  # from the load's first byte
         width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, look_ns, least, len(view.waiting))
         begun_ns = max(start_ns, landed_ns + look_ns)
@@ -205,7 +208,8 @@ class AutoPolicy:
         """In the next step: everybody who decodes, and every load released meanwhile, stands until this one landed.
 
         Until the step starts the engine computes for them: only what the first layer lands later than that is idle.
-        First tokens that are computed now are handed out when this load has landed.
+        First tokens that are computed now are handed out when this load has landed, and those of prefills that share
+        the step when all of it is computed.
         """
         begins_ns = max(view.link_wait_ns, view.joining_ns)  # the load, which the step brings with it
         start_ns = max(view.engine_wait_ns, view.joining_ns) + view.queued_ns - begins_ns
@@ -214,6 +218,7 @@ class AutoPolicy:
         stall_ns = max(0, done_ns - start_ns - first_ns)
         others_ns = _delay(ttft, view.waiting, ahead)
         others_ns += view.first_tokens * max(0, begins_ns + round(wire_ns) - view.engine_wait_ns)
+        others_ns += view.sharing * first_ns
         idle_ns = view.decoding * max(0, landed_ns - start_ns)  # in which nobody gains anything
         return Prediction(Arm.SYNC, width, ttft, round(ttft + others_ns + idle_ns + hurt * (stall_ns + prefill_ns)))
 

@@ -45,6 +45,7 @@ class AutoView:
         link_wait_ns: until the link would begin this load.
         engine_wait_ns: until the next step can form.
         queued_ns: computing that goes before anything released from now on: prefills ready or cut.
+        sharing: prefills that the next step computes whatever is chosen: released, cut, or without a load.
         waiting: loads that are under way and whose requests are not released, in the order of the link.
         decoding: requests that decode.
         bystanders: those of them whose own hit was not loaded.
@@ -63,6 +64,7 @@ class AutoView:
     link_wait_ns: int = 0
     engine_wait_ns: int = 0
     queued_ns: int = 0
+    sharing: int = 0
     waiting: tuple[WaitingLoad, ...] = ()
     decoding: int = 0
     bystanders: int = 0

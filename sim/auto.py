@@ -88,6 +88,7 @@ class AutoEngine(Engine):
     def _view(self, job: Job, tokens: int) -> AutoView:
         now, scheduler = self._clock.now_ns, self._scheduler
         ready = [(one.request.cached_tokens, one.request.new_tokens) for one in self._due if one.transfer is None]
+        before = (*ready, *scheduler.unfinished())
         decoding = scheduler.decode_batch
         return AutoView(
             load_tokens=tokens,
@@ -95,10 +96,8 @@ class AutoEngine(Engine):
             new_tokens=job.request.new_tokens,
             link_wait_ns=self._ledger.link_wait_ns(now),
             engine_wait_ns=self._engine_wait_ns(),
-            queued_ns=sum(
-                self._policy.prefill_ns(cached, new, self.correction)[1]
-                for cached, new in (*ready, *scheduler.unfinished())
-            ),
+            queued_ns=sum(self._policy.prefill_ns(cached, new, self.correction)[1] for cached, new in before),
+            sharing=len(before),
             waiting=self._ledger.waiting(now),
             decoding=decoding,
             bystanders=self._bystanders(),

@@ -266,22 +266,37 @@ class Marks:
         return end - begin if end <= self.reached else None
 
 
-def test_a_step_is_measured_to_the_next_one_that_goes_on_with_it() -> None:
+def test_a_step_is_measured_until_its_layers_are_through() -> None:
     marks = Marks()
     seen = Observations(marks)
     seen.step_begins(step(), waits=False)
     marks.now = 70
+    seen.step_computed()
+    marks.now = 200  # the host hands a prompt over meanwhile
     seen.step_begins(step(), waits=False)
+    marks.now = 260
+    seen.step_computed()
     marks.now = 1_000
-    seen.step_begins(step(num_decoding=0), waits=False)  # nobody goes on: the engine may have slept
-    assert seen.take() == Observed(steps=1, step_expected_ns=100, step_ns=70)
+    seen.step_begins(step(expected_ns=0), waits=False)
+    seen.step_computed()
+    assert seen.take() == Observed(steps=2, step_expected_ns=200, step_ns=130)
 
 
 def test_a_step_that_waited_for_a_load_says_nothing_of_computing() -> None:
     seen = Observations(HostMarks())
+    for orders, waits in ((step(), True), (step(expected_ns=0), False), (StepOrders(num_tokens=1), False)):
+        seen.step_begins(orders, waits=waits)
+        seen.step_computed()
+    assert seen.take() == Observed()
+
+
+def test_a_step_that_computed_nothing_leaves_no_mark_for_the_next() -> None:
+    marks = Marks()
+    seen = Observations(marks)
+    seen.step_begins(step(), waits=False)  # and its forward pass never came
     seen.step_begins(step(), waits=True)
-    seen.step_begins(step(expected_ns=0), waits=False)
-    seen.step_begins(StepOrders(num_tokens=1, num_decoding=1), waits=False)
+    marks.now = 70
+    seen.step_computed()
     assert seen.take() == Observed()
 
 
@@ -290,18 +305,27 @@ def test_what_the_device_has_not_reached_is_told_later() -> None:
     seen = Observations(marks)
     seen.step_begins(step(), waits=False)
     marks.now, marks.reached = 50, 10
-    seen.step_begins(step(), waits=False)
+    seen.step_computed()
     assert seen.take() == Observed()
     marks.reached = 50
     assert seen.take().step_ns == 50
 
 
-def test_a_load_had_the_link_from_the_landing_of_the_one_before() -> None:
+def test_a_load_had_the_link_from_its_first_landing_or_from_the_landing_of_the_one_before() -> None:
     seen = Observations(HostMarks())
-    seen.load_landed(4, 1_000, started_ns=100, landed_ns=200)
-    seen.load_landed(4, 1_000, started_ns=150, landed_ns=320)
-    seen.load_landed(4, 1_000, started_ns=150, landed_ns=310)  # told late: its time is in the others'
-    assert seen.take() == Observed(loads=2, slices=8, load_bytes=2_000, load_ns=220)
+    seen.load_landed((100, 100, 300), 0, (1_000, 1_100, 1_400))  # stood behind whoever read its blocks
+    assert seen.take() == Observed(loads=1, slices=2, load_bytes=400, load_ns=400)
+    seen.load_landed((100, 100), 1_200, (1_300, 1_500))
+    assert seen.take() == Observed(loads=1, slices=1, load_bytes=100, load_ns=100)
+    seen.load_landed((100, 100), 1_200, (1_250, 1_450))  # told late: its time is in the others'
+    assert seen.take() == Observed()
+
+
+def test_a_load_of_one_slice_had_the_link_from_its_begin() -> None:
+    seen = Observations(HostMarks())
+    seen.load_landed((1_000,), 100, (200,))
+    seen.load_landed((1_000,), 150, (320,))
+    assert seen.take() == Observed(loads=2, slices=2, load_bytes=2_000, load_ns=220)
 
 
 def test_of_several_ranks_the_slowest_counts() -> None:

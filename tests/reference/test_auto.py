@@ -121,6 +121,18 @@ def test_a_step_that_waits_costs_nobody_anything_while_the_engine_computes_for_a
     assert policy.choose(view, Correction(), ALL).arm is Arm.EARLY
 
 
+def test_who_joins_at_once_keeps_the_first_tokens_of_those_who_share_its_step(policy: AutoPolicy) -> None:
+    """With somebody released for the next step already, joining it costs that one the whole prefill; else nobody."""
+    view = AutoView(15_360, 15_360, 2_048, engine_wait_ns=60 * MS, decoding=3, step_ns=7 * MS, idle=False)
+    view = replace(view, release_lag_ns=7 * MS, joining_ns=5 * MS)
+    first_ns, _ = policy.prefill_ns(15_360, 2_048, Correction())
+    alone, shared = (policy.choose(replace(view, sharing=count), Correction(), ALL) for count in (0, 1))
+    assert (alone.arm, shared.arm) == (Arm.SYNC, Arm.EARLY)
+    for one, other in zip(alone.predictions, shared.predictions, strict=True):
+        assert other.cost_ns - one.cost_ns == (first_ns if one.arm is Arm.SYNC else 0)
+        assert other.ttft_ns == one.ttft_ns
+
+
 def test_a_release_that_starts_a_lag_later_makes_early_and_chunk_major_later_and_no_other_arm(
     policy: AutoPolicy,
 ) -> None:
@@ -240,6 +252,7 @@ def test_more_who_would_stand_still_never_make_an_arm_cheaper(policy: AutoPolicy
         (AutoView(10, 5, 1), "needs a hit"),
         (AutoView(10, 10, 1, link_wait_ns=-1), "at least 0"),
         (AutoView(10, 10, 1, release_lag_ns=-1), "at least 0"),
+        (AutoView(10, 10, 1, sharing=-1), "at least 0"),
         (AutoView(10, 10, 1, decoding=1, bystanders=2), "at least 0"),
     ],
 )
