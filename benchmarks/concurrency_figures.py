@@ -142,7 +142,7 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
         p99=_quantile(pooled, 0.99),
         e2e=Mean.of([_mean(counted(row), lambda one: (one["token_us"][-1] - one["queued_us"]) / 1e3) for row in rows]),
         tpot=Mean.of([_mean(counted(row), _tpot_ms) for row in rows]),
-        requests_per_s=Mean.of([len(row["requests"]) / row["wall_us"] * 1e6 for row in rows]),
+        requests_per_s=Mean.of([len(row["requests"]) / _elapsed_us(row) * 1e6 for row in rows]),
         first_layer_ms=_mean(loaded, lambda one: (one["landed_us"][0] - one["queued_us"]) / 1e3) if loaded else None,
         last_layer_ms=_mean(loaded, lambda one: (one["landed_us"][-1] - one["queued_us"]) / 1e3) if loaded else None,
         unnoticed_ms=_mean_of([wait[0] for row in rows for wait in _release_waits_ms(row)]),
@@ -211,6 +211,11 @@ def _mean(requests: Sequence[Row], figure: Any) -> float:
 def _tpot_ms(request: Row) -> float:
     times = request["token_us"]
     return (times[-1] - times[0]) / 1e3 / (len(times) - 1) if len(times) > 1 else 0.0
+
+
+def _elapsed_us(row: Row) -> int:
+    """What the requests of a repeat are counted over: an open loop's window, the same for every arm that keeps up."""
+    return max(row["wall_us"], row.get("window_us", 0))
 
 
 def _bystander_tpot_ms(row: Row) -> float | None:

@@ -34,6 +34,8 @@ CEILING_SHARE: Final = 0.8
 MEAN_REGRET: Final = 0.03
 LARGEST_REGRET: Final = 0.08
 BYSTANDERS: Final = 0.05
+LIKE_THROUGHPUT: Final = 0.02
+"""Bystanders of two arms are compared where both serve as many requests a second, to so much of it."""
 _NO_OVERLAP: Final = ("chunk", "recompute", "early", "peer")
 
 
@@ -226,8 +228,11 @@ def _bystander_lines(cells: Iterable[CellFigures]) -> Iterable[Line]:
             state = "reached" if change.value <= BYSTANDERS else "missed"
             if not abs(change.value - BYSTANDERS) > 2 * change.error:
                 state = "not shown: within two standard errors of the bound"
+            if abs(rate) > LIKE_THROUGHPUT:
+                state = "-: throughput differs"
             yield Line(
-                f"bystanders' TPOT, {arm}",
+                f"bystanders' TPOT, {arm}"
+                + (f", {cell.cell['rate_per_s']:g} arrivals/s" if cell.cell["rate_per_s"] else ""),
                 f"≤ {BYSTANDERS:+.0%} at equal throughput",
                 f"{change.value:+.1%} ± {change.error:.1%} at throughput {rate:+.1%}",
                 state,

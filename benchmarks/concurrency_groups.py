@@ -107,7 +107,7 @@ def _by_default(cells: Sequence[Cell], arms: Mapping[int, tuple[str, ...]], repe
 
 _FULL_ARMS: Final = {
     1: (*_FULL_ALONE, _RECOMPUTE),
-    4: (*_FULL_FEW, _RECOMPUTE),
+    4: (*_FULL_FEW, "sync_full_graphs", _RECOMPUTE),
     8: (*_FULL_FEW, _RECOMPUTE),
 }
 _PIECEWISE: Final = tuple(_named(cell, "piecewise", arms=_FEW, repeats=3) for cell in (_CORE[0], _CORE[2], _CORE[1]))
@@ -127,9 +127,18 @@ GROUPS: Final[dict[str, Group]] = {
         full_graphs=True,
     ),
     "full_original": Group(_by_default(_ORIGINAL, _FULL_ARMS), full_graphs=True),
-    "piecewise": Group(_PIECEWISE, full_graphs=True),
-    "full_extra": Group(
+    "full_bystanders": Group(
         (
+            _named(
+                _CORE[0],
+                "bystanders_open_full",
+                bystanders=8,
+                rate_per_s=9.0,
+                requests=16,
+                arms=(*_FULL_FOUR, "jit_full_graphs", "auto_light_full_graphs", "auto_heavy_full_graphs"),
+                repeats=6,
+                most_repeats=12,
+            ),
             _named(
                 _CORE[0],
                 "bystanders_full",
@@ -138,6 +147,12 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=3,
                 most_repeats=6,
             ),
+        ),
+        full_graphs=True,
+    ),
+    "piecewise": Group(_PIECEWISE, full_graphs=True),
+    "full_extra": Group(
+        (
             _named(
                 _CORE[0],
                 "out50_full",

@@ -162,7 +162,7 @@ class Probe:
 
     def attach(self, side: Any) -> None:
         """The scheduler side's look-ups are noted from now on."""
-        matched = side.matched_tokens
+        matched, auto = side.matched_tokens, getattr(side, "_auto", None)
 
         def matched_tokens(request: Any, local_hit: int) -> Any:
             begin_ns = time.monotonic_ns()
@@ -173,6 +173,10 @@ class Probe:
             seen["lookup_ns"] = seen.get("lookup_ns", 0) + end_ns - begin_ns
             seen["lookups"] = seen.get("lookups", 0) + 1
             seen["local_hit"], seen["loadable"] = local_hit, answer[0]
+            chosen = None if auto is None else auto.chosen(request.request_id)
+            if chosen is not None:
+                seen["arm"], seen["predicted_us"] = chosen.arm.value, chosen.chosen.ttft_ns // 1000
+                seen["regret"] = round(chosen.regret, 4)
             return answer
 
         side.matched_tokens = matched_tokens

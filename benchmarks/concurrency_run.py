@@ -31,6 +31,8 @@ VERIFY_ARMS = (
     "early_read",
 )
 _MOST_FAILURES = 3
+_TAIL_NS = 500_000_000
+"""From an open loop's last arrival until its bystanders are looked at no longer: by then every arm has answered."""
 
 
 class OutOfTimeError(Exception):
@@ -83,7 +85,7 @@ def request_row(one: Served, begin_ns: int, seen: dict[str, Any], cached: int) -
     for name in ("asked_ns", "ordered_ns", "started_ns", "released_ns"):
         if name in seen:
             row[name.replace("_ns", "_us")] = since(seen[name])
-    for name in ("local_hit", "loadable", "lookups", "bytes", "method", "by_forecast"):
+    for name in ("local_hit", "loadable", "lookups", "bytes", "method", "by_forecast", "arm", "predicted_us", "regret"):
         if name in seen:
             row[name] = seen[name]
     if "lookup_ns" in seen:
@@ -103,10 +105,14 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     concurrency = None if cell.rate_per_s else cell.concurrency
     engine.cached.clear()
     times: dict[str, list[int]] = {}
+    window_ns = requests[-1].at_ns - requests[0].at_ns + _TAIL_NS
 
     def measured(loop: Any) -> list[Served]:
         engine.clear()
-        return serve(loop, requests, concurrency)
+        served = serve(loop, requests, concurrency)
+        if concurrency is None and others:  # until an instant that is the same for every arm, however soon it is done
+            loop.sleep(max(0, served[0].arrival_ns + window_ns - loop.now_ns()) / 1e9)
+        return served
 
     with engine.without_garbage():
         if others:
@@ -116,6 +122,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         counters, durations, peak = engine.counters(), engine.durations(), engine.peak_in_flight_bytes()
     begin_ns = min(one.arrival_ns for one in served)
     end_ns = max(one.token_ns[-1] for one in served)
+    until_ns = begin_ns + window_ns if concurrency is None else end_ns
     engine.after_repeat(cell)
     noted = engine.taken()
     loads = {name if name in engine.cached else name.rsplit("-", 1)[0]: load for name, load in noted["loads"].items()}
@@ -128,6 +135,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         "repeat": repeat,
         "at_s": time.time(),
         "wall_us": round((end_ns - begin_ns) / 1e3),
+        "window_us": round((until_ns - begin_ns) / 1e3),
         "switch_ms": round(engine.switch_ms, 1),
         "requests": [
             request_row(one, begin_ns, loads.get(one.name, {}), engine.cached.get(one.name, 0)) for one in served
@@ -140,7 +148,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         "peak_in_flight_bytes": peak,
         "peak_live_transfers": noted["peak_live_transfers"],
         "bystander_us": [
-            [round((at_ns - begin_ns) / 1e3) for at_ns in seen if at_ns <= end_ns] for seen in times.values()
+            [round((at_ns - begin_ns) / 1e3) for at_ns in seen if at_ns <= until_ns] for seen in times.values()
         ],
         "counters": counters,
         "durations": durations,

@@ -170,6 +170,10 @@ class AutoChoice:
         if decision is not None and decision.arm is Arm.OFF:
             self._count(name, decision)
 
+    def chosen(self, name: str) -> Decision | None:
+        """What was chosen for the request, and what was predicted of each arm; None once its load is planned."""
+        return self._chosen.get(name)
+
     def joins(self, name: str) -> bool:
         """Whether the request was chosen to join the next step."""
         decision = self._chosen.get(name)

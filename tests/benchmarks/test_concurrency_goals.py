@@ -131,6 +131,21 @@ def test_bystanders_may_lose_a_twentieth() -> None:
     assert said(once)["bystanders' TPOT, auto"][1].startswith("not shown"), "one repeat has no error to speak of"
 
 
+def test_bystanders_are_judged_where_both_arms_serve_as_many() -> None:
+    def with_bystanders(wall_ms: float, window_ms: float = 0) -> list[dict[str, Any]]:
+        rows = run("a", {"chunk_bounded": 50.0, "auto": 50.0}, bystanders=2)
+        for one in rows:
+            slow = one["arm"] == "auto"
+            one["bystander_us"] = [[n * (11_000 if slow else 10_000) + one["repeat"] for n in range(9)]]
+            one["wall_us"], one["window_us"] = round((100 if slow else wall_ms) * 1e3), round(window_ms * 1e3)
+        return rows
+
+    assert said(with_bystanders(110))["bystanders' TPOT, auto"][1] == "-: throughput differs"
+    assert said(with_bystanders(101))["bystanders' TPOT, auto"][1] == "missed"
+    assert said(with_bystanders(110, 150))["bystanders' TPOT, auto"][1] == "missed", "counted over one window"
+    assert said(with_bystanders(160, 150))["bystanders' TPOT, auto"][1] == "-: throughput differs", "cannot keep up"
+
+
 def test_of_several_commits_each_cell_is_of_the_last_run_that_has_it() -> None:
     old = [{"kind": "engine", "commit": "a" * 40}, *run("a", {"chunk_bounded": 100, "auto": 60, "sync": 50})]
     old += run("b", {"chunk_bounded": 100, "auto": 70, "fifo_first": 80})
