@@ -14,7 +14,7 @@ from lamella.sim.bounds import MOST_TOKENS, check_range
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
 from lamella.sim.overheads import open_overheads
 from lamella.sim.serving import Slo
-from lamella.sim.strategies import Device, Regime
+from lamella.sim.strategies import FULL_GRAPHS, Device, Regime
 from lamella.sim.what_if import LEAST_TIER_GB_PER_S, parse_rate, with_compute, with_link
 
 DEFAULT_HIT_TOKENS: Final = 15_152
@@ -40,6 +40,13 @@ LinkOption = Annotated[
 ]
 ComputeSpeedOption = Annotated[
     float, typer.Option(help="Another GPU, computing so many times as fast as the profile's: 0.5 for half.")
+]
+FullGraphsOption = Annotated[
+    str,
+    typer.Option(
+        help="What decoding steps replay where layers are waited for, as the vLLM connector's full_graphs: before "
+        "(full graphs; a step that must wait for a load waits in front of its graph), or never (piecewise ones)."
+    ),
 ]
 SloTtftOption = Annotated[str | None, typer.Option(help="SLO: first token within, such as 300ms.")]
 SloTpotOption = Annotated[str | None, typer.Option(help="SLO: each further token within, such as 20ms.")]
@@ -196,12 +203,18 @@ def open_derived_device(
     *,
     extrapolate: bool,
     overheads: str | None = None,
+    full_graphs: str = "before",
 ) -> Device:
     """The device of a profile, on another link or with another GPU if asked for, behind an engine's host thread if any.
 
     Raises:
-        ValueError: as `open_device`, `with_link`, `with_compute` and `open_overheads`.
+        ValueError: as `open_device`, `with_link`, `with_compute` and `open_overheads`; or other graphs than modelled.
     """
+    if full_graphs not in FULL_GRAPHS:
+        raise ValueError(
+            f"full_graphs must be one of {', '.join(FULL_GRAPHS)} (of waits inside a graph there is no model), "
+            f"got {full_graphs!r}"
+        )
     found = open_device(profile, model, extrapolate).profile
     if link is not None:
         found = with_link(found, link)
@@ -211,6 +224,7 @@ def open_derived_device(
         extrapolate=extrapolate,
         overheads=None if host is None else host.overheads,
         overheads_said="" if host is None else host.assumption(),
+        graphs=FULL_GRAPHS[full_graphs],
     )
 
 

@@ -17,6 +17,7 @@ from lamella.cli._progress import progress_bar
 from lamella.cli._refusal import check_writable, refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
+    FullGraphsOption,
     LinkOption,
     SloTpotOption,
     SloTtftOption,
@@ -53,7 +54,6 @@ MOST_GIB = 1 << 30
 ASSUMPTIONS = (
     "a prompt is in its instance's pools from the moment at which its prefill is estimated to be done",
     "loads are submitted at the engine's next poll, and wait for room for their KV; stores are not simulated",
-    "early release decodes with piecewise graphs, the others with full ones",
 )
 
 
@@ -218,6 +218,7 @@ def register(app: typer.Typer) -> None:
         profile: ProfileOption = DEFAULT_PROFILE,
         link: LinkOption = None,
         compute_speed: ComputeSpeedOption = 1.0,
+        full_graphs: FullGraphsOption = "before",
         slo_ttft: SloTtftOption = None,
         slo_tpot: SloTpotOption = None,
         width: Annotated[
@@ -243,7 +244,7 @@ def register(app: typer.Typer) -> None:
         """Replay a trace: chunk-major against the layerwise policies and against recomputing."""
         began, began_busy = time.perf_counter(), _busy_s()
         with refuse_bad_input():
-            device = open_derived_device(profile, None, link, compute_speed, extrapolate=False)
+            device = open_derived_device(profile, None, link, compute_speed, extrapolate=False, full_graphs=full_graphs)
             layers = device.profile.num_layers
             if width is not None and not 1 <= width <= layers:
                 raise ValueError(f"width must be between 1 and {layers} layers, got {width}")
@@ -285,6 +286,7 @@ def register(app: typer.Typer) -> None:
             "rate_scale": rate_scale,
             "pool_gib": pool_gib,
             "gpu_cache_gib": gpu_cache_gib,
+            "full_graphs": full_graphs,
             "width": width,
             "limit": limit,
         }

@@ -27,6 +27,7 @@ from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
     ConcurrencyOption,
+    FullGraphsOption,
     HitOption,
     HitTokensOption,
     LinkOption,
@@ -101,6 +102,7 @@ def simulate(
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
     overheads: OverheadsOption = None,
+    full_graphs: FullGraphsOption = "before",
     extrapolate: ExtrapolateOption = False,
     table: Annotated[Path | None, typer.Option(help="Every request of every strategy, as .csv or .parquet.")] = None,
     seed: SeedOption = 0,
@@ -124,7 +126,9 @@ def simulate(
     from lamella.sim.strategies import AUTO, CANDIDATES, parse_strategy
 
     with refuse_bad_input():
-        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads)
+        device = open_derived_device(
+            profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads, full_graphs=full_graphs
+        )
         if width == "auto" and (order, release) != ("fifo", "first"):
             raise ValueError(
                 f"auto chooses width and release itself, one load after another; got {order} and {release}"

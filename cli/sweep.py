@@ -30,6 +30,7 @@ from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
     ConcurrencyOption,
+    FullGraphsOption,
     HitOption,
     HitTokensOption,
     LinkOption,
@@ -89,6 +90,7 @@ def sweep(
     model: ModelOption = None,
     profile: ProfileOption = DEFAULT_PROFILE,
     overheads: OverheadsOption = None,
+    full_graphs: FullGraphsOption = "before",
     extrapolate: ExtrapolateOption = False,
     engine: EngineOption = "auto",
     workers: WorkersOption = None,
@@ -110,7 +112,9 @@ def sweep(
 
     begun = time.perf_counter()
     with refuse_bad_input():
-        device = open_derived_device(profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads)
+        device = open_derived_device(
+            profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads, full_graphs=full_graphs
+        )
         point = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         slo = parse_slo(slo_ttft, slo_tpot)
         asked = [parse_strategy(text) for text in strategy] if strategy else None

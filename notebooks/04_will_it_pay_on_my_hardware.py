@@ -19,6 +19,7 @@
 # The same from the command line: `lamella sweep --prompt-tokens 16k --hit 90% --concurrency 8 --link pcie4`.
 
 # %%
+from lamella.reference.profile import Graphs
 from lamella.sim.profiles import load_profile
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE, Device, Regime, parse_strategy
@@ -80,15 +81,20 @@ assert gain_fast > answers["H200, PCIe 5 (measured)"].change.mean, "a faster lin
 # %% [markdown]
 # ## When to leave it off
 #
-# A short hit is not worth loading at all: computing it again takes no longer, and early release costs piecewise graphs,
-# which make small decode steps slower.
+# A short hit is not worth loading at all: computing it again takes no longer. And with `full_graphs: never` early
+# release costs piecewise graphs, which make small decode steps slower.
 
 # %%
 short = Regime(hit_tokens=64, new_tokens=64, concurrency=1, output_tokens=50)
-study = compute_study(plan_study(Device(measured), short, (1,), STRATEGIES, requests_per_user=4, repeats=2))
-print(answer_lines(study, Slo())[-1])
-assert not study.recommend().strategy.layerwise
-assert study.recommend().price.mean > 0.05, "answers would end later for nothing"
+prices = {}
+for graphs in Graphs:
+    device = Device(measured, graphs=graphs)
+    study = compute_study(plan_study(device, short, (1,), STRATEGIES, requests_per_user=4, repeats=2))
+    print(f"{graphs.value} graphs: {answer_lines(study, Slo())[-1]}")
+    assert not study.recommend().strategy.layerwise
+    prices[graphs] = study.recommend().price.mean
+assert prices[Graphs.FULL] < 0.01
+assert prices[Graphs.PIECEWISE] > 0.05, "answers would end later for nothing"
 
 # %% [markdown]
 # ## Is loading worth it at all?

@@ -76,10 +76,11 @@ assert median(full) < 0.02
 assert full[-1] < 0.10
 
 # %% [markdown]
-# With piecewise graphs, short steps beside decoding requests take up to half as long again as predicted: such a step is
-# bound by the host, which launches each piece, and the model adds up what the GPU would take. Early release needs
-# piecewise graphs (unless waits are inside the graph), so where prefills are short **the model flatters it**, by up to
-# a third of a step of some 20 ms. From about 2,000 new tokens on the error is that of full graphs.
+# By default early release decodes as everybody does, with full graphs, and its steps are those of the first list. With
+# piecewise graphs (`full_graphs: never`) short steps beside decoding requests take up to half as long again as
+# predicted: such a step is bound by the host, which launches each piece, and the model adds up what the GPU would take.
+# So where prefills are short **the model flatters early release with `never`**, by up to a third of a step of some
+# 20 ms. From about 2,000 new tokens on the error is that of full graphs.
 
 # %%
 piecewise = held_out["piecewise"]

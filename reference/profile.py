@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
+from lamella.reference.plausible import check_decode, check_prefill
 from lamella.reference.records import read_record, write_record
 from lamella.reference.tables import DecodeTable, MeasuredCompute, PrefillTable, check_nodes
 
@@ -35,7 +36,7 @@ class CopyMethod(Enum):
 
 
 class Graphs(Enum):
-    """How the engine replays its steps: waits per layer need piecewise graphs."""
+    """What steps that only decode replay: one graph each, or pieces, between which they can wait for a layer."""
 
     FULL = "full"
     PIECEWISE = "piecewise"
@@ -280,14 +281,19 @@ def profile_from_mapping(mapping: Mapping[str, object]) -> DeviceProfile:
     """The profile that parsed JSON describes.
 
     Raises:
-        ValueError: an unknown or missing key, another schema version, or an impossible value; the key is named.
+        ValueError: an unknown or missing key, another schema version, an impossible value, or a step time that cannot
+            be right beside its neighbours; the key is named.
         TypeError: a value of another type; the message names the key.
     """
     version = mapping.get("schema_version")
     if type(version) is not int or version != SCHEMA_VERSION:
         raise ValueError(f"profile.schema_version must be {SCHEMA_VERSION}, got {version!r}; convert the file")
     rest = {key: value for key, value in mapping.items() if key != "schema_version"}
-    return read_record(DeviceProfile, rest, "profile")
+    profile = read_record(DeviceProfile, rest, "profile")
+    check_prefill(profile.prefill, "profile.prefill")
+    for graphs, table in profile.decode.items():
+        check_decode(table, f"profile.decode.{graphs.value}")
+    return profile
 
 
 def profile_to_mapping(profile: DeviceProfile) -> dict[str, object]:

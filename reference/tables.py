@@ -236,7 +236,7 @@ class MeasuredCompute:
         return (each + 1,) * left + (each,) * (self._num_layers - left)
 
     def step_ns(self, prefills: Sequence[tuple[int, int]], decode_batch: int, decode_context_tokens: int) -> int:
-        """The time of the whole step; arguments and errors as for `step_layers_ns`."""
+        """The time of the whole step; arguments and errors as for `step_layers_ns`, or tables that make it negative."""
         table = self._prefill
         for cached, new in prefills:
             if not (self._extrapolate or table.covers(cached, new)):
@@ -252,6 +252,11 @@ class MeasuredCompute:
         if decode_batch:
             curve = self._curve(decode_batch)
             time += curve.at(decode_context_tokens / decode_batch) - curve.at(0)
+        if time < 1:
+            raise ValueError(
+                f"the profile's tables contradict each other: prefills (cached, new) {list(prefills)} beside "
+                f"{decode_batch} decoding requests would take {time:,.0f} ns; measure it again"
+            )
         return round(time)
 
     def decode_ns(self, batch: int, context_tokens: int, num_steps: int) -> int:

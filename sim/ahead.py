@@ -38,15 +38,13 @@ SLOWEST: Final = 0.3
 class Pass(RunningStep):
     """A pass of the host, and the step on the device that it launches; one without members launches none."""
 
-    __slots__ = ("began_ns", "blocked_ns", "done", "end_ns", "firsts", "launch_ns", "num_tokens", "reported", "whole")
+    __slots__ = ("began_ns", "blocked_ns", "done", "end_ns", "firsts", "launch_ns", "num_tokens", "reported")
 
     def __init__(self, polled_ns: int, taken: list[tuple[Job, Chunk]], decode_batch: int) -> None:
         super().__init__(polled_ns, -1, taken, (), decode_batch, 0, [])
         self.began_ns = self.end_ns = -1
         self.launch_ns = self.blocked_ns = 0
         self.num_tokens = sum(chunk.num_tokens for _, chunk in taken) + decode_batch
-        self.whole = False
-        """It replays one graph."""
         self.reported: list[Job] = []
         self.firsts: list[Job] = []
         """Whose prefill ends with it."""
@@ -59,7 +57,6 @@ class AheadEngine(Engine):
 
     Args:
         overheads: of the host thread, and of loads beside computing.
-        full_graphs: whether steps that only decode replay one captured graph.
         inputs_behind_ns: a joining prompt's own copy waits for at most so much wire time of loads; None: until a load
             ends. 0: it does not wait.
         joins_at_once: loads move inside the very step that asks for them.
@@ -75,7 +72,6 @@ class AheadEngine(Engine):
         self,
         *arguments: Any,
         overheads: Overheads,
-        full_graphs: bool = False,
         inputs_behind_ns: int | None = 0,
         joins_at_once: bool = False,
         seed: int | None = None,
@@ -87,7 +83,6 @@ class AheadEngine(Engine):
             if getattr(self._settings, name) is not None:
                 raise ValueError(f"an engine that schedules ahead is modelled without {name}; leave it out")
         self._overheads = overheads
-        self._full_graphs = full_graphs
         self._inputs_behind_ns = inputs_behind_ns
         self._joins_at_once = joins_at_once
         self._steps_wait = steps_wait
@@ -262,10 +257,7 @@ class AheadEngine(Engine):
         made, now = self._pass, self._clock.now_ns
         assert made is not None, "layers are launched only in a pass"
         num_layers = len(made.costs)
-        landed = [job.gate.landed_layers for job in made.loads if job.gate is not None]
-        ready = min([num_layers, *landed])
-        if made.whole and ready < num_layers:
-            ready = 0
+        ready = made.runnable(job.gate.landed_layers for job in made.loads if job.gate is not None)
         if ready <= made.layer < num_layers:
             if not made.blocked:
                 made.blocked, made.blocked_ns = True, now

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Final
 
-from lamella.reference.profile import DeviceProfile
+from lamella.reference.profile import DeviceProfile, Graphs
 from lamella.sim.regimes import RegimeMap
 from lamella.sim.serving import Outcome, Slo
-from lamella.sim.strategies import OFF, Device, Regime, Strategy
+from lamella.sim.strategies import FULL_GRAPHS, OFF, Device, Regime, Strategy
 from lamella.sim.study import Study, answer_lines
 from lamella.sim.what_if import derivations
 
@@ -21,15 +21,20 @@ BURST: Final = (
 )
 SERVING: Final = (
     "requests are alike, each with its own hit; nothing is stored; KV fits; no prefix is in the engine's own cache",
-    "early release decodes with piecewise graphs, the others with full ones",
     "± is the standard error over repeats with other seeds; it does not contain the model's own error",
 )
+
+DECODING: Final = {
+    Graphs.FULL: "decoding steps replay full graphs (full_graphs: before); one that must wait for a load waits in "
+    "front of its graph",
+    Graphs.PIECEWISE: "early release decodes with piecewise graphs (full_graphs: never), the others with full ones",
+}
 
 Document = dict[str, Any]
 
 
 def profile_lines(device: Device) -> list[str]:
-    """What the reader must know of the profile: its name, what it covers, what of it was derived or extrapolated."""
+    """What the reader must know of the device: the profile, what it covers, what of it was derived, how it decodes."""
     profile = device.profile
     lines = [f"profile {profile.name}, measured {profile.sources[0].measured}: {profile.regimes()}"]
     lines += derivations(profile)
@@ -37,12 +42,18 @@ def profile_lines(device: Device) -> list[str]:
         lines.append("steps follow each other on the bare device: --overheads adds an engine's host thread")
     else:
         lines.append(device.overheads_said)
+    lines.append(DECODING[device.graphs])
     lines.append(
         "outside what was measured it goes on in straight lines, as --extrapolate asked"
         if device.extrapolate
         else "nothing is extrapolated: outside what was measured there would be no answer"
     )
     return lines
+
+
+def full_graphs_of(device: Device) -> str:
+    """What the vLLM connector calls the device's graphs."""
+    return next(name for name, graphs in FULL_GRAPHS.items() if graphs is device.graphs)
 
 
 def describe_profile(profile: DeviceProfile, *, extrapolate: bool) -> Document:
@@ -66,6 +77,7 @@ def sweep_document(device: Device, regime_map: RegimeMap, study: Study, slo: Slo
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.sweep",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
+        "full_graphs": full_graphs_of(device),
         "assumptions": [*profile_lines(device), *BURST, *SERVING],
         "seed": seed,
         "cells_checked_in_world": checked,
@@ -140,7 +152,8 @@ def simulate_document(
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.simulate",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
-        "assumptions": [*profile_lines(device), arrivals, *way, *SERVING[:2]],
+        "full_graphs": full_graphs_of(device),
+        "assumptions": [*profile_lines(device), arrivals, *way, SERVING[0]],
         "seed": seed,
         "requests_per_user": requests_per_user,
         "arrivals": arrivals,

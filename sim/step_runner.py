@@ -30,6 +30,8 @@ class StepRunner(ABC):
         on_done: called with each job when its last token is there, or when it has failed.
         on_step: called with each step or stretch when it ends; None if nobody keeps them.
         fast_forward: False runs every decode step as an event of its own.
+        full_graphs: whether steps that only decode replay one graph, and wait in front of it; how long they take, the
+            compute model says.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class StepRunner(ABC):
         on_step: Callable[[StepRecord], object] | None,
         *,
         fast_forward: bool,
+        full_graphs: bool = False,
     ) -> None:
         self._clock = clock
         self._loads = loads
@@ -52,6 +55,7 @@ class StepRunner(ABC):
         self._on_done = on_done
         self._on_step = on_step
         self._fast_forward = fast_forward
+        self._full_graphs = full_graphs
         self.busy_ns = 0
         """Time in steps, stalls included."""
         self.stall_ns = 0
@@ -130,7 +134,9 @@ class StepRunner(ABC):
             whole = self._compute.decode_ns(scheduler.decode_batch, scheduler.context_tokens, 1)
             costs = split_evenly(whole, self._compute.num_layers)
         loads = list(scheduler.landing.values())
-        self._step = RunningStep(now, start, taken, costs, scheduler.decode_batch, scheduler.context_tokens, loads)
+        whole = self._full_graphs and not taken
+        batch, context = scheduler.decode_batch, scheduler.context_tokens
+        self._step = RunningStep(now, start, taken, costs, batch, context, loads, whole=whole)
         if loads:
             self._clock.at(start, Phase.HAPPEN, self._advance_layers)
         else:
@@ -145,10 +151,9 @@ class StepRunner(ABC):
         step = self._step
         assert step is not None, "layers advance only in a step"
         now = self._clock.now_ns
-        ready = num_layers = len(step.costs)
-        for job in self._scheduler.landing.values():
-            if job.gate is not None and job.gate.landed_layers < ready:
-                ready = job.gate.landed_layers
+        num_layers = len(step.costs)
+        landing = self._scheduler.landing.values()
+        ready = step.runnable(job.gate.landed_layers for job in landing if job.gate is not None)
         if ready <= step.layer < num_layers:
             if not step.blocked:
                 step.blocked = True
@@ -164,9 +169,10 @@ class StepRunner(ABC):
         self._clock.at(end, Phase.HAPPEN, self._end_step if ready == num_layers else self._advance_layers)
 
     def _charge_stall(self, step: RunningStep, layer: int, stall_ns: int) -> None:
-        """Notes who kept the step waiting at that layer: the load whose slice landed last, or never did."""
+        """Notes who kept the step waiting in front of that layer: the load whose slice landed last, or never did."""
         if stall_ns == 0:
             return
+        layer = step.awaited(layer)
 
         def landed_ns(job: Job) -> int:
             if job.gate is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lamella.reference.timeline import Chunk
 from lamella.sim.requests import Job
@@ -11,7 +11,10 @@ from lamella.sim.stations import ComputeModel
 
 
 class RunningStep:
-    """A step under way: the layer it has reached, and what it stood waiting for."""
+    """A step under way: the layer it has reached, and what it stood waiting for.
+
+    One that replays one graph (`whole`) waits in front of it, until all its layers may run.
+    """
 
     __slots__ = (
         "blocked",
@@ -25,6 +28,7 @@ class RunningStep:
         "stalls",
         "start_ns",
         "taken",
+        "whole",
     )
 
     def __init__(
@@ -36,6 +40,8 @@ class RunningStep:
         decode_batch: int,
         context_tokens: int,
         loads: list[Job],
+        *,
+        whole: bool = False,
     ) -> None:
         self.polled_ns = polled_ns
         self.start_ns = start_ns
@@ -44,10 +50,21 @@ class RunningStep:
         self.decode_batch = decode_batch
         self.context_tokens = context_tokens  # of those who decode
         self.loads = loads  # released and not fully landed when it began
+        self.whole = whole
         self.layer = 0
         self.blocked = False
         self.reached_ns = start_ns
         self.stalls: dict[int, tuple[int, int | None]] = {}
+
+    def runnable(self, landed: Iterable[int]) -> int:
+        """So many of its layers may run, where of each load that it waits for so many have landed."""
+        num_layers = len(self.costs)
+        ready = min((num_layers, *landed))
+        return 0 if self.whole and ready < num_layers else ready
+
+    def awaited(self, layer: int) -> int:
+        """The layer for which it waits in front of that one."""
+        return len(self.costs) - 1 if self.whole else layer
 
 
 class DecodeStretch:

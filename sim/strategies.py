@@ -28,6 +28,10 @@ from lamella.sim.overheads import WHOLE, Overheads
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.stations import ComputeModel, plan_load
 
+FULL_GRAPHS: Final = {"before": Graphs.FULL, "never": Graphs.PIECEWISE}
+"""What steps that only decode replay where steps wait for layers, by the vLLM connector's setting of that name. Its
+`inside` has no model."""
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -54,7 +58,7 @@ class Strategy:
 
     @property
     def waits(self) -> bool:
-        """Whether steps wait for layers, which rules out graphs of whole steps."""
+        """Whether steps may have to wait for layers."""
         return self.loads and not isinstance(self.release, Whole)
 
     def __str__(self) -> str:
@@ -137,6 +141,8 @@ class Device:
         overheads: of an engine's host side, which then schedules ahead (`lamella.sim.ahead`); None: the bare device,
             whose steps follow each other.
         overheads_said: where those come from, in a sentence; empty without them.
+        graphs: what steps that only decode replay where a strategy lets steps wait: full graphs, which wait in front of
+            them, as by the vLLM connector's default; or piecewise ones, which wait layer by layer.
     """
 
     def __init__(
@@ -146,22 +152,25 @@ class Device:
         extrapolate: bool = False,
         overheads: Overheads | None = None,
         overheads_said: str = "",
+        graphs: Graphs = Graphs.FULL,
     ) -> None:
         self.profile = profile
         self.extrapolate = extrapolate
         self.overheads = overheads
         self.overheads_said = overheads_said
+        self.graphs = graphs
         computing = profile
         for tokens, permille in overheads.prefill_rows if overheads is not None else ():
             computing = replace(computing, prefill=computing.prefill.with_row(tokens, permille / WHOLE))
         self._compute = {graphs: computing.compute(graphs, extrapolate=extrapolate) for graphs in Graphs}
 
     def __repr__(self) -> str:
-        return f"Device({self.profile!r}, extrapolate={self.extrapolate}, overheads={self.overheads!r})"
+        said = f"extrapolate={self.extrapolate}, overheads={self.overheads!r}, graphs={self.graphs}"
+        return f"Device({self.profile!r}, {said})"
 
     def with_overheads(self, overheads: Overheads | None) -> Device:
         """The same device behind such a host; None: the bare device."""
-        return Device(self.profile, extrapolate=self.extrapolate, overheads=overheads)
+        return Device(self.profile, extrapolate=self.extrapolate, overheads=overheads, graphs=self.graphs)
 
     def check(self, regime: Regime, strategies: tuple[Strategy, ...]) -> None:
         """The profile was measured where this regime would be run.
@@ -193,12 +202,13 @@ class Device:
                 "Measure a profile there, or pass --extrapolate to go on in straight lines"
             )
 
-    def compute(self, strategy: Strategy) -> ComputeModel:
-        """Step times. Waits per layer rule out full graphs, so early release decodes with piecewise ones.
+    def graphs_of(self, strategy: Strategy) -> Graphs:
+        """What steps that only decode replay: where no step waits, full graphs in any case, as vLLM does by default."""
+        return self.graphs if strategy.waits else Graphs.FULL
 
-        Where the host's launches are modelled, the device's own times are those of full graphs.
-        """
-        return self._compute[Graphs.PIECEWISE if strategy.waits and self.overheads is None else Graphs.FULL]
+    def compute(self, strategy: Strategy) -> ComputeModel:
+        """Step times. Where the host's launches are modelled, the device's own times are those of full graphs."""
+        return self._compute[Graphs.FULL if self.overheads is not None else self.graphs_of(strategy)]
 
     @property
     def full_compute(self) -> MeasuredCompute:
@@ -215,7 +225,8 @@ class Device:
         made: Callable[..., Engine] = AutoEngine if strategy.chooses else Engine
         if self.overheads is not None:
             kind = AutoAheadEngine if strategy.chooses else AheadEngine
-            made = partial(kind, overheads=self.overheads, full_graphs=not strategy.waits, seed=seed)
+            made = partial(kind, overheads=self.overheads, seed=seed)
+        made = partial(made, full_graphs=self.graphs_of(strategy) is Graphs.FULL)
         return partial(made, policy=self._policy, load_of=self._load_of) if strategy.chooses else made
 
     @cached_property

@@ -75,6 +75,7 @@ class Rich:
     settings: EngineSettings
     hardware: Hardware
     ahead: Ahead | None = None
+    full_graphs: bool = False
 
     def run(self, *, fast_forward: bool = True, ask_every_ns: int | None = None) -> World:
         """The world at its end; asked meanwhile what its way has still to carry, if it is."""
@@ -87,7 +88,9 @@ class Rich:
             keep_steps=True,
             keep_slices=True,
             fast_forward=fast_forward,
-            make_engine=Engine if self.ahead is None else self.ahead.make_engine(),
+            make_engine=partial(Engine, full_graphs=self.full_graphs)
+            if self.ahead is None
+            else self.ahead.make_engine(),
         )
         for instant, request in self.coming:
             world.arrive_at(instant, request)
@@ -167,6 +170,7 @@ def random_rich(rng: random.Random) -> Rich:
             both_busy=rng.choice((Ratio(1, 1), Ratio(2, 3))),
             first_slice_ns=rng.choice((0, 0, 6)),
         ),
+        full_graphs=rng.random() < 0.5,
     )
 
 

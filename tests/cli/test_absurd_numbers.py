@@ -60,6 +60,7 @@ WORDS: Final = frozenset(
     {
         *("order", "sharing", "model", "profile", "overheads", "engine", "trace_arm", "inputs_wait", "layout", "form"),
         *("device", "beside", "side", "base", "url", "space", "tcp", "log_level"),
+        "full_graphs",
     }
 )
 """Options that hold no number."""

@@ -58,6 +58,26 @@ def test_it_names_trace_instances_profile_and_arms_and_ends_with_a_verdict(trace
     assert any("1 request lies outside the profile" in line for line in lines)
 
 
+def test_decoding_steps_replay_full_graphs_unless_others_are_asked_for(tmp_path: Path) -> None:
+    chats = write_trace(tmp_path / "chats.jsonl", [TraceRequest(at * 10**9, 1_200, 40, (1, 2, 3)) for at in range(8)])
+    found = {}
+    for name, more in (("left out", ()), *((one, ("--full-graphs", one)) for one in ("before", "never"))):
+        result = run(str(chats), *more, "--json", str(tmp_path / name))
+        assert result.exit_code == 0, result.output
+        found[name] = document(tmp_path / name)
+        other = name == "never"
+        assert ("- Assumed: decoding steps replay full graphs (full_graphs: before)" in result.stdout) != other
+        assert ("- Assumed: early release decodes with piecewise graphs (full_graphs: never)" in result.stdout) == other
+    assert found["left out"] == found["before"]
+    assert found["never"]["settings"] == {**found["before"]["settings"], "full_graphs": "never"}
+    for before, never in zip(found["before"]["arms"], found["never"]["arms"], strict=True):
+        if before["arm"] in ("chunk-major", "recompute"):
+            assert before == never
+        else:
+            assert never["tpot"]["mean_ns"] > 1.1 * before["tpot"]["mean_ns"]
+    assert "full_graphs must be one of before, never" in run(str(chats), "--full-graphs", "inside").stderr
+
+
 def test_progress_and_speed_go_to_stderr(trace: Path) -> None:
     result = run(str(trace))
     assert "times real time" in result.stderr

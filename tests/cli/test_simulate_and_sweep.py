@@ -6,6 +6,7 @@ import html
 import json
 import re
 import sys
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from typer.testing import CliRunner
 
 from lamella.cli.main import build_app
 from lamella.reference.release import parse_release
+from lamella.sim.profiles import DEFAULT_PROFILE
 
 
 def run(*arguments: str) -> str:
@@ -92,7 +94,7 @@ def test_a_width_that_is_chosen_by_request_is_a_strategy_too(tmp_path: Path) -> 
 
 def test_leave_it_off_is_an_answer(tmp_path: Path) -> None:
     arguments = ("--hit-tokens", "64", "--concurrency", "1", "--out", str(tmp_path))
-    quick = ("--concurrencies", "1,2", "--requests", "2", "--repeats", "2")
+    quick = ("--strategy", "fifo/1/first", "--concurrencies", "1,2", "--requests", "2", "--repeats", "2")
     printed = run("sweep", *arguments, *quick)
     assert printed.splitlines()[-1].startswith("Leave it off (chunk-major): the best layerwise setting, ")
     assert "pays at no concurrency tried (1 .. 2)" in printed
@@ -154,6 +156,45 @@ def test_a_measured_host_thread_changes_the_point_and_is_said(verb: str, tmp_pat
     assert times[1] > 1.05 * times[0]
 
 
+@pytest.mark.parametrize("host", [(), ("--overheads", SHIPPED)])
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_decoding_steps_replay_full_graphs_unless_others_are_asked_for(
+    verb: str, host: tuple[str, ...], tmp_path: Path
+) -> None:
+    """A short hit: at contexts like that piecewise steps take visibly longer."""
+    ratios = ("--ratios", "0.2") if verb == "sweep" else ()
+    short = ("--hit-tokens", "1024", "--new-tokens", "64", *ratios, *host)
+    found = {}
+    for name, more in (("left out", ()), *((one, ("--full-graphs", one)) for one in ("before", "never"))):
+        printed = run(verb, *QUICK[verb], *short, *more, "--out", str(tmp_path / name))
+        found[name] = json.loads((tmp_path / name / f"{verb}.json").read_text())
+        other = name == "never"
+        assert ("decoding steps replay full graphs (full_graphs: before); one that must wait" in printed) != other
+        assert ("early release decodes with piecewise graphs (full_graphs: never), the others" in printed) == other
+    assert found["left out"] == found["before"]
+    assert [found[name]["full_graphs"] for name in ("before", "never")] == ["before", "never"]
+
+    def tpot(name: str, strategy: str) -> float:
+        document = found[name]
+        outcomes = document["outcomes"] if verb == "simulate" else [one["repeats"][0] for one in document["study"]]
+        return next(float(one["mean_tpot_ns"]) for one in outcomes if one["strategy"] == strategy)
+
+    for strategy in ("chunk-major", "recompute"):
+        assert tpot("before", strategy) == tpot("never", strategy), "nothing waits there"
+    for strategy in ("fifo/1/first", "auto", "round_robin/1/first"):
+        assert tpot("never", strategy) > 1.2 * tpot("before", strategy)
+    assert verb == "simulate" or found["before"]["cells"] == found["never"]["cells"], "nobody decodes in a burst"
+
+
+@pytest.mark.parametrize("verb", ["simulate", "sweep", "replay"])
+def test_a_profile_with_one_wild_step_time_is_refused_by_that_value(verb: str, tmp_path: Path) -> None:
+    profile = json.loads((files("lamella.sim.profiles") / f"{DEFAULT_PROFILE}.json").read_text("utf-8"))
+    profile["decode"]["full"]["step_ns"][0][0] *= 100
+    (tmp_path / "wild.json").write_text(json.dumps(profile))
+    said = refusal(verb, "--profile", str(tmp_path / "wild.json"))
+    assert "wild.json: profile.decode.full: step_ns[0][0] = 492,030,000 (batch 1, context 144) cannot be right" in said
+
+
 def test_explain_says_whose_host_thread_it_was_and_what_handing_out_took(tmp_path: Path) -> None:
     run("simulate", "--requests", "2", "--overheads", SHIPPED, "--out", str(tmp_path))
     printed = run("explain", "slowest", "--trace", str(tmp_path / "simulate.trace.json"))
@@ -185,6 +226,8 @@ def test_a_sweep_in_processes_or_resumed_writes_the_same_bytes(tmp_path: Path) -
         (journal / name).write_bytes(b"".join(lines[: len(lines) // 2 + 1]))
     assert sweep("resumed", "--journal", str(journal)) == plain
     other = ("sweep", *QUICK["sweep"], "--seed", "9", "--journal", str(journal))
+    assert "the journal of another sweep" in refusal(*other, "--out", str(tmp_path / "refused"))
+    other = ("sweep", *QUICK["sweep"], "--full-graphs", "never", "--journal", str(journal))
     assert "the journal of another sweep" in refusal(*other, "--out", str(tmp_path / "refused"))
 
 
@@ -327,6 +370,8 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
         (("simulate", "--tier", "5GB/s:soon"), "a time is a positive number with us, ms or s"),
         (("simulate", "--ranks", "0"), "ranks are a number up to 64, or the speed of each one's link up to 1"),
         (("simulate", "--ranks", "1,2"), "ranks are a number up to 64, or the speed of each one's link up to 1"),
+        (("simulate", "--full-graphs", "inside"), "full_graphs must be one of before, never (of waits inside a graph"),
+        (("sweep", "--full-graphs", ""), "there is no model), got ''"),
         (("simulate", "--sharing", "fair"), "sharing must be one of serial, equal; got 'fair'"),
         (("simulate", "--rate", "0"), "a rate must be between 0.001 and 100,000 requests a second, got 0"),
         (("simulate", "--rate", "2", "--turns", "2"), "give one of them"),

@@ -95,7 +95,7 @@ def test_a_full_graph_waits_in_front_of_its_first_layer() -> None:
         began.append(next(step.layer_stall_ns for step in world.steps if any(step.layer_stall_ns) and not step.chunks))
     piecewise, whole = began
     assert sum(map(bool, piecewise)) > 1
-    assert [bool(stood) for stood in whole] == [True, False, False, False]
+    assert [bool(stood) for stood in whole] == [False, False, False, True], "it waits for the last layer"
 
 
 def test_a_load_inside_its_step_needs_no_look() -> None:

@@ -276,9 +276,13 @@ def test_a_percentile_is_one_of_the_values() -> None:
         ("fifo/1/first", Graphs.PIECEWISE),
         ("fifo/8/jit", Graphs.PIECEWISE),
         ("round_robin/all/first", Graphs.PIECEWISE),
+        ("auto", Graphs.PIECEWISE),
     ],
 )
-def test_only_early_release_pays_for_piecewise_graphs(strategy: str, graphs: Graphs) -> None:
-    device = Device(load_profile())
+def test_only_early_release_pays_for_piecewise_graphs_where_they_are_asked_for(strategy: str, graphs: Graphs) -> None:
+    usual = Device(load_profile())
+    full = usual.profile.compute(Graphs.FULL).decode_ns(8, 80_000, 10)
+    assert usual.compute(parse_strategy(strategy)).decode_ns(8, 80_000, 10) == full
+    device = Device(load_profile(), graphs=Graphs.PIECEWISE)
     found, other = (device.profile.compute(mode).decode_ns(8, 80_000, 10) for mode in (graphs, *set(Graphs) - {graphs}))
     assert device.compute(parse_strategy(strategy)).decode_ns(8, 80_000, 10) == found != other

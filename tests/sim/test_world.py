@@ -3,6 +3,7 @@
 import random
 from collections.abc import Generator, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 
 import pytest
@@ -14,6 +15,7 @@ from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import Load, StepRule, TimedRequest, compute_timeline
 from lamella.sim.clock import Clock, Phase
+from lamella.sim.engine import Engine
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.stations import Prefill, plan_load
 from lamella.sim.world import RequestRecord, World
@@ -157,6 +159,24 @@ def test_a_decode_step_waits_for_a_released_load_that_found_no_seat() -> None:
     standing = [step for step in world.steps if step.decode_batch == 1 and sum(step.layer_stall_ns)]
     assert standing
     assert set(standing[0].culprits) == {1, None}
+
+
+def test_a_decode_step_by_one_graph_waits_in_front_of_it_for_all_that_is_landing() -> None:
+    """Layer by layer it computes what has landed meanwhile; as one graph it begins with the last layer's landing."""
+    stalls, behind, computing = [], [], []
+    for full_graphs in (False, True):
+        made = partial(Engine, full_graphs=full_graphs)
+        world = World(LinearCompute(), Fifo(), First(), EngineSettings(max_batch=1), keep_steps=True, make_engine=made)
+        _, load = run(world, (0, Request(0, 1, output_tokens=80)), (0, Request(8, 1, load=load_of(400))))
+        step = next(step for step in world.steps if step.decode_batch == 1 and sum(step.layer_stall_ns))
+        stalls.append(step.layer_stall_ns)
+        behind.append(step.end_ns - load.all_landed_ns)
+        computing.append(step.end_ns - step.start_ns - sum(step.layer_stall_ns))
+        assert {culprit for culprit, stall in zip(step.culprits, step.layer_stall_ns, strict=True) if stall} == {1}
+        assert load.caused_stall_ns == world.stall_ns
+    assert sum(map(bool, stalls[0])) > 1
+    assert [bool(stall) for stall in stalls[1]] == [False, False, False, True], "until the last layer is there"
+    assert behind[0] < computing[0] == computing[1] == behind[1], "then its layers run one after another"
 
 
 # ---------------------------------------------------------------- submission and admission
