@@ -101,7 +101,7 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("auto_full_graphs", {**_AUTO, **_BEFORE}, graphs="full"),
         Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
         Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
-        Arm("recompute_full_graphs", None, repeats=2, counted_requests=2, graphs="full"),
+        Arm("recompute_full_graphs", None, repeats=1, counted_requests=2, graphs="full"),
         Arm("peer_offloading", {}),
         Arm("peer_simple", {}),
     )

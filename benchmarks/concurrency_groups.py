@@ -126,7 +126,9 @@ GROUPS: Final[dict[str, Group]] = {
         ),
         full_graphs=True,
     ),
-    "full_original": Group(_by_default(_ORIGINAL, _FULL_ARMS), full_graphs=True),
+    "full_original": Group(
+        _by_default(_ORIGINAL, {**_FULL_ARMS, 8: (*CHUNK_MAJOR_FULL, *_FULL_FEW[3:], _RECOMPUTE)}), full_graphs=True
+    ),
     "full_bystanders": Group(
         (
             _named(
@@ -135,7 +137,7 @@ GROUPS: Final[dict[str, Group]] = {
                 bystanders=8,
                 rate_per_s=9.0,
                 requests=16,
-                arms=(*_FULL_FOUR, "jit_full_graphs", "auto_light_full_graphs", "auto_heavy_full_graphs"),
+                arms=(CHUNK_MAJOR_FULL[0], "fifo_full_graphs", "auto_full_graphs", "auto_heavy_full_graphs"),
                 repeats=6,
                 most_repeats=12,
             ),
