@@ -14,6 +14,7 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from lamella.cuda_ext.commit import commit_of
 from lamella.sim.overheads import open_overheads, shipped_overheads
 from lamella.sim.parallel import Runner, Running
 from lamella.sim.profiles import load_profile
@@ -96,7 +97,13 @@ def main() -> None:
                     found = {name: advise(device, point, how) for name, device in devices.items()}
                     rows.append(row_of(point, host, found))
     found_by_host = {host: summary([row for row in rows if row["host"] == host]) for host in ("bare", shipped)}
-    document = {"kind": "lamella.model_graphs", "profile": profile.name, "summary": found_by_host, "points": rows}
+    document = {
+        "kind": "lamella.model_graphs",
+        "commit": commit_of(),
+        "profile": profile.name,
+        "summary": found_by_host,
+        "points": rows,
+    }
     asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(found_by_host, indent=1))
 

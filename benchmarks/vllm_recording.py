@@ -31,10 +31,11 @@ from lamella.reference.recording import Recording
 from lamella.sim.explain import explain, explanation_lines
 from lamella.sim.profiles import load_profile
 from lamella.sim.record_run import record_world
-from lamella.sim.strategies import Device, Regime, parse_strategy
+from lamella.sim.strategies import FULL_GRAPHS, Device, Regime, parse_strategy
 from lamella.sim.world import World
 
 BLOCK = 16
+FULL_GRAPHS_OF_BOTH = "never"  # what a step waits for before a replay is not seen in a recording
 
 
 def make_engine(folder: Path, options: argparse.Namespace) -> Any:
@@ -71,7 +72,7 @@ def make_engine(folder: Path, options: argparse.Namespace) -> Any:
             kv_connector_extra_config={
                 "layers_per_slice": 1,
                 "release": "first",
-                "full_graphs": "never",  # what a step waits for before a replay is not seen in a recording
+                "full_graphs": FULL_GRAPHS_OF_BOTH,
                 "order": options.order,
                 "host_pool_gib": pool_gib,
                 "chunk_tokens": 64 if options.tiny else 256,
@@ -105,7 +106,7 @@ def settle(llm: Any, rng: random.Random) -> None:
 
 def simulate(options: argparse.Namespace, cached: int) -> Recording:
     """The same burst in the model, on the shipped profile, with the hits that the engine found."""
-    device = Device(load_profile())
+    device = Device(load_profile(), graphs=FULL_GRAPHS[FULL_GRAPHS_OF_BOTH])
     strategy = parse_strategy(f"{options.order}/1/first")
     world = World(
         device.compute(strategy),
