@@ -12,11 +12,11 @@ from typing import Final, NamedTuple
 
 from lamella.reference.release import ReleasePolicy, ReleaseView, StallPrice, waits_its_turn
 
-RELEASE_LAG_STEPS: Final = 1
-"""Decode steps that pass, where others decode, from a landing to the step of whoever it releases: the one with which
-the load began, behind which a release by forecast lets it compute. Source: the recorded cells with 1 and with 2 on one
-H200 (docs/concurrency.md); with 2, requests of which the transfer takes longer than the prefill joined at once, and
-everybody stood for their whole load."""
+RELEASE_LAG_STEPS: Final = 2
+"""Decode steps that pass, where others decode, from a landing to the step of whoever it releases: the one that
+computes, and one whose outputs are handed out before the release. A release by forecast may start a step sooner; but
+taken for 1, requests whose prefill takes longer than their transfer are parked where they had better joined at once,
+and others wait a step too often. Source: one H200 with 1 and with 2 (docs/concurrency.md)."""
 
 
 def release_lag_ns(decode_ns: int, idle_poll_ns: int) -> int:
