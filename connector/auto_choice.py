@@ -26,7 +26,7 @@ from lamella.reference.correction import Correction, Probes
 from lamella.reference.engine_clock import EngineClock, joining_ns
 from lamella.reference.hand_out import CandidateLoad, release_lag_ns, released_at_hand_out
 from lamella.reference.release import StallPrice
-from lamella.reference.slices import by_layer, plan_slices
+from lamella.reference.slices import plan_slices
 
 _log = logging.getLogger(__name__)
 
@@ -238,11 +238,9 @@ class AutoChoice:
 
     def _arrival_ns(self, number: int, plan: LoadPlan) -> tuple[int, ...]:
         """When each layer of the load will have landed, by the ledger."""
-        begins_ns, ends_ns = self._ledger.window_ns(number)
         num_layers = self._policy.num_layers
-        slices = plan_slices(num_layers, num_layers if plan.width is None else plan.width)
-        landings = [begins_ns + (ends_ns - begins_ns) * part.end_layer // num_layers for part in slices]
-        return by_layer(landings, [part.num_layers for part in slices])
+        parts = plan_slices(num_layers, num_layers if plan.width is None else plan.width)
+        return self._ledger.arrival_ns(number, [part.num_layers for part in parts])
 
     def forget(self, name: str) -> None:
         """The request is gone."""

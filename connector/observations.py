@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple, Protocol
 
 from lamella.connector.step_orders import Observed, StepOrders
+from lamella.reference.correction import time_on_link
 
 _MOST_OPEN: Final = 64
 _NOTHING: Final = Observed()
@@ -92,17 +93,11 @@ class Observations:
         self._open: deque[_Measured] = deque(maxlen=_MOST_OPEN)
 
     def load_landed(self, part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int]) -> None:
-        """A load was on the link: its slices' bytes and landings, and when it began.
-
-        It had the link from its first slice's landing, or from the landing of the load before it. One of a single
-        slice is measured from its begin.
-        """
-        counted = part_bytes if len(part_bytes) == 1 else part_bytes[1:]
-        begun_ns = started_ns if len(part_bytes) == 1 else landed_ns[0]
-        took_ns = landed_ns[-1] - max(begun_ns, self._last_landed_ns)
+        """A load was on the link: its slices' bytes and landings, and when it began."""
+        slices, num_bytes, took_ns = time_on_link(part_bytes, started_ns, landed_ns, self._last_landed_ns)
         self._last_landed_ns = max(self._last_landed_ns, landed_ns[-1])
         if took_ns > 0:
-            self._found = self._found.with_load(len(counted), sum(counted), took_ns)
+            self._found = self._found.with_load(slices, num_bytes, took_ns)
 
     def step_begins(self, orders: StepOrders, waits: bool) -> None:
         """A step begins; `waits`: its layers wait for loads, so that its time would say nothing."""

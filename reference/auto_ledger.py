@@ -6,9 +6,12 @@ anchors the rest anew. So an error does not add up over loads. Instants are of t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from lamella.reference.auto_view import WaitingLoad
+from lamella.reference.slices import by_layer
 
 
 @dataclass(slots=True)
@@ -73,6 +76,21 @@ class LoadLedger:
         """
         load = self._open[number]
         return load.landed_ns - load.load_ns, load.landed_ns
+
+    def arrival_ns(self, number: int, slice_layers: Sequence[int]) -> tuple[int, ...]:
+        """When each layer will have landed, as forecast: a load has the link to itself from its begin to its end.
+
+        Args:
+            number: of a load that is under way.
+            slice_layers: layers of each slice, in order.
+
+        Raises:
+            KeyError: a load that is not under way.
+        """
+        begins_ns, ends_ns = self.window_ns(number)
+        num_layers = sum(slice_layers)
+        landings = [begins_ns + (ends_ns - begins_ns) * end // num_layers for end in accumulate(slice_layers)]
+        return by_layer(landings, slice_layers)
 
     def behind_ns(self, number: int, now_ns: int) -> int:
         """How long the link is busy with others once that load has landed."""

@@ -7,6 +7,7 @@ about it, whatever the profile said. Contract: AUTO-3 of `lamella.reference`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -64,6 +65,25 @@ class Correction:
             return self
         steps = _moved(self.steps, measured_ns / profile_ns, self.steps_seen)
         return replace(self, steps=steps, steps_seen=self.steps_seen + 1)
+
+
+def time_on_link(
+    part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int], before_ns: int
+) -> tuple[int, int, int]:
+    """(slices, bytes, ns): the part of a load that says what the link takes, and how long it took.
+
+    A load had the link from its first slice's landing, or from the landing of the load before it: before that it may
+    have waited for blocks that were still being read. One of a single slice counts from its begin.
+
+    Args:
+        part_bytes: of each slice.
+        started_ns: the load's begin.
+        landed_ns: each slice's landing.
+        before_ns: the landing of the load before.
+    """
+    counted = part_bytes if len(part_bytes) == 1 else part_bytes[1:]
+    begun_ns = started_ns if len(part_bytes) == 1 else landed_ns[0]
+    return len(counted), sum(counted), landed_ns[-1] - max(begun_ns, before_ns)
 
 
 def _moved(factor: float, observed: float, seen: int) -> float:

@@ -38,10 +38,12 @@ SLOWEST: Final = 0.3
 class Pass(RunningStep):
     """A pass of the host, and the step on the device that it launches; one without members launches none."""
 
-    __slots__ = ("began_ns", "blocked_ns", "done", "end_ns", "firsts", "launch_ns", "num_tokens", "reported")
+    __slots__ = ("began_ns", "blocked_ns", "done", "end_ns", "firsts", "launch_ns", "made_ns", "num_tokens", "reported")
 
     def __init__(self, polled_ns: int, taken: list[tuple[Job, Chunk]], decode_batch: int) -> None:
         super().__init__(polled_ns, -1, taken, (), decode_batch, 0, [])
+        self.made_ns = polled_ns
+        """Those who ask in it have asked, and it is known who is in it."""
         self.began_ns = self.end_ns = -1
         self.launch_ns = self.blocked_ns = 0
         self.num_tokens = sum(chunk.num_tokens for _, chunk in taken) + decode_batch
@@ -127,8 +129,7 @@ class AheadEngine(Engine):
             self._join(job)
 
     def _join(self, job: Job) -> None:
-        self._scheduler.release(job, self._clock.now_ns)
-        job.due = True
+        job.due = True  # and released, when all have asked
 
     def _start_loads(self, jobs: list[Job]) -> int:
         """They begin one after another; returns when the thread is through with it."""
@@ -166,16 +167,19 @@ class AheadEngine(Engine):
         for job in self._known:
             scheduler.release(job, now)
         self._known.clear()
-        self._release_at_hand_out()
         cost_ns = 0
         asking, self._unsubmitted = self._unsubmitted, []
         for job in asking:
             cost_ns += self._overheads.asking_ns(job.prompt_tokens)
             self._submit(job)
+        for job in self._starting:
+            if job.due:
+                scheduler.release(job, now)
         for job in [job for job in self._due if job.gate is None]:
             self._due.remove(job)
             scheduler.release(job, now)
         made = Pass(now, scheduler.fill_step(), scheduler.decode_batch)
+        made.made_ns += cost_ns
         for job, chunk in made.taken:
             if chunk.first_token == 0:
                 cost_ns += self._overheads.joining_ns(job.prompt_tokens)
@@ -187,9 +191,6 @@ class AheadEngine(Engine):
             cost_ns += self._overheads.order_ns
         self._joined = any(chunk.first_token == 0 for _, chunk in made.taken)
         self._clock.at(now + self._takes_ns(cost_ns), Phase.FORM, lambda: self._begin_pass(made))
-
-    def _release_at_hand_out(self) -> None:
-        """What the scheduler lets run by itself, knowing all that was reported, in the pass that it makes now."""
 
     def _takes_ns(self, mean_ns: int) -> int:
         """How long the thread takes this time for what takes it so long in the mean."""

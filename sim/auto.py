@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
-from lamella.reference.correction import Correction, Probes
+from lamella.reference.correction import Correction, Probes, time_on_link
 from lamella.reference.engine_clock import EngineClock, joining_ns
 from lamella.reference.hand_out import CandidateLoad, release_lag_ns, released_at_hand_out
-from lamella.reference.release import StallPrice, Whole, waits_its_turn
-from lamella.reference.slices import by_layer
+from lamella.reference.release import StallPrice, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
 from lamella.sim.ahead import AheadEngine, Pass
 from lamella.sim.engine import Engine
+from lamella.sim.overheads import WHOLE
 from lamella.sim.requests import Job
 from lamella.sim.steps import RunningStep
+
+SEEN: Final = 8
+"""Observations behind a correction that has settled."""
 
 
 class AutoEngine(Engine):
@@ -82,31 +85,48 @@ class AutoEngine(Engine):
         super()._submit(job)
         self._ledger.ended(job.sequence, self._clock.now_ns)  # one that was preempted loads again
         self._ledger.began(job.sequence, self._clock.now_ns, decision.load_ns, decision.prefill_ns)
+        self._planned(job, decision)
+
+    def _planned(self, job: Job, decision: Decision) -> None:
+        """The job's load moves as was decided."""
         if decision.arm is Arm.SYNC:
             self._join(job)
 
     def _view(self, job: Job, tokens: int) -> AutoView:
-        now, scheduler = self._clock.now_ns, self._scheduler
-        ready = [(one.request.cached_tokens, one.request.new_tokens) for one in self._due if one.transfer is None]
-        before = (*ready, *scheduler.unfinished())
-        decoding = scheduler.decode_batch
+        now, decoding = self._clock.now_ns, self._num_decoding()
+        before_ns = self._before_ns()
         return AutoView(
             load_tokens=tokens,
             cached_tokens=job.request.cached_tokens,
             new_tokens=job.request.new_tokens,
             link_wait_ns=self._ledger.link_wait_ns(now),
             engine_wait_ns=self._engine_wait_ns(),
-            queued_ns=sum(self._policy.prefill_ns(cached, new, self.correction)[1] for cached, new in before),
-            sharing=len(before),
+            queued_ns=sum(before_ns),
+            sharing=len(before_ns),
             waiting=self._ledger.waiting(now),
             decoding=decoding,
             bystanders=self._bystanders(),
             step_ns=self._decode_ns(),
-            idle=not decoding,
+            idle=self._is_idle(),
             release_lag_ns=self._release_lag_ns(),
             joining_ns=self._joining_ns(job),
             first_tokens=self._first_tokens(),
         )
+
+    def _before_ns(self) -> list[int]:
+        """What each prefill takes that goes before whoever asks now."""
+        return self._prefills_ns([*self._without_load(), *self._scheduler.unfinished()])
+
+    def _without_load(self) -> list[tuple[int, int]]:
+        """(context, tokens) of those who have asked, and load nothing."""
+        return [(one.request.cached_tokens, one.request.new_tokens) for one in self._due if one.transfer is None]
+
+    def _prefills_ns(self, prefills: list[tuple[int, int]]) -> list[int]:
+        return [self._policy.prefill_ns(cached, new, self.correction)[1] for cached, new in prefills]
+
+    def _num_prefills(self) -> int:
+        """Prefills whose step stands with a stall."""
+        return len(self._scheduler.unfinished())
 
     def _joining_ns(self, job: Job) -> int:
         """What the host takes to put the job into a step, before its load begins."""
@@ -120,6 +140,14 @@ class AutoEngine(Engine):
         """From a release to the start of its step, in an engine that computes a step for others meanwhile."""
         return 0
 
+    def _num_decoding(self) -> int:
+        """Requests that decode, as far as the scheduler knows."""
+        return self._scheduler.decode_batch
+
+    def _is_idle(self) -> bool:
+        """Whether nothing is computed."""
+        return not self._scheduler.decode_batch
+
     def _decode_ns(self) -> int:
         """A step of those who decode now; 0 if nobody does."""
         decoding = self._scheduler.decode_batch
@@ -129,8 +157,8 @@ class AutoEngine(Engine):
         bystanders = self._bystanders()
         return self._policy.stall_price(
             bystanders,
-            self._scheduler.decode_batch - bystanders,
-            len(self._scheduler.unfinished()),
+            self._num_decoding() - bystanders,
+            self._num_prefills(),
         )._replace(busy_ns=self._ledger.behind_ns(job.sequence, self._clock.now_ns))
 
     def _bystanders(self) -> int:
@@ -165,14 +193,18 @@ class AutoEngine(Engine):
         transfer, now = job.transfer, self._clock.now_ns
         if job.gate is None or transfer is None or not job.gate.all_landed:
             return
-        self._ledger.ended(job.sequence, now)
-        begun_ns = max(transfer.submission.arrival_ns, self._last_landing_ns)
+        slices, num_bytes, took_ns = time_on_link(
+            transfer.load.slice_bytes, transfer.submission.arrival_ns, transfer.landing_ns, self._last_landing_ns
+        )
         self._last_landing_ns = now
+        self._load_ended(job, num_bytes, took_ns - slices * self._policy.slice_ns)
+
+    def _load_ended(self, job: Job, num_bytes: int, took_ns: int) -> None:
+        """All of a load has landed, and for so many bytes of it the link took so long."""
+        self._ledger.ended(job.sequence, self._clock.now_ns)
         if self._learns:
-            load = job.request.load
-            tokens = sum(load.slice_bytes) // self._policy.token_bytes
-            took_ns = now - begun_ns - len(load.slice_ns) * self._policy.slice_ns
-            self.correction = self.correction.after_load(self._policy.wire_ns(tokens), took_ns)
+            expected_ns = self._policy.wire_ns(num_bytes // self._policy.token_bytes)
+            self.correction = self.correction.after_load(expected_ns, took_ns)
 
     def _fail(self, job: Job, failure: str) -> None:
         self._ledger.ended(job.sequence, self._clock.now_ns)
@@ -193,28 +225,103 @@ class AutoEngine(Engine):
 class AutoAheadEngine(AutoEngine, AheadEngine):
     """The same in an engine that schedules ahead.
 
-    Its scheduler hears of a worker's look a pass late, so it releases by forecast itself, just before it schedules.
+    Its scheduler hears of a worker's look a pass late, so it releases by forecast itself, at each hand-out. What it
+    knows is what the connector's scheduler side knows: of a step, when it was made and handed out; of a load, how long
+    it was taken to be and, with the hand-out of the pass whose look saw it, that it has ended.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
         self._device = EngineClock(steps_ahead=True, step_ns=self._policy.step_ns([(0, 1)]), now_ns=self._clock.now_ns)
+        self._parked: dict[int, tuple[Job, Decision]] = {}
+        self._let_run_ns: dict[int, int] = {}  # by who has been let run and is in no step yet: his first step
+        self._ended: list[tuple[Job, int, int]] = []  # landed since the last look
+        self._told: dict[Pass, list[tuple[Job, int, int]]] = {}  # by the pass whose look saw it
+
+    def _planned(self, job: Job, decision: Decision) -> None:
+        if decision.arm is not Arm.SYNC:
+            self._parked[job.sequence] = job, decision
+        super()._planned(job, decision)
+
+    def _submit(self, job: Job) -> None:
+        if self._learns and not self.correction.steps_seen:
+            self.correction = self._settled(job)
+        super()._submit(job)
+
+    def _settled(self, job: Job) -> Correction:
+        """What such requests have taught an engine that serves for a while: of steps and loads beside each other."""
+        policy, load = self._policy, job.request.load
+        prefill = job.request.cached_tokens, self._scheduler.first_chunk_tokens(job)
+        step_ns = sum(self._compute.step_layers_ns([prefill], 0, 0)) * self._overheads.beside_permille // WHOLE
+        bytes_ns = sum(load.slice_ns) - len(load.slice_ns) * policy.slice_ns
+        seen = Correction().after_load(policy.wire_ns(sum(load.slice_bytes) // policy.token_bytes), bytes_ns)
+        return replace(seen.after_steps(policy.step_ns([prefill]), step_ns), wire_seen=SEEN, steps_seen=SEEN)
+
+    # ---- what the scheduler side sees
 
     def _begin_pass(self, made: Pass) -> None:
-        lasts_ns = 0
-        if made.num_tokens:
+        lasts_ns = self._device.step_ns if made.num_tokens else 0
+        if made.taken:
             prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in made.taken]
             profile_ns = self._policy.step_ns(prefills, made.decode_batch, made.context_tokens)
             lasts_ns = round(profile_ns * self.correction.steps)
-        self._device.step_made(made.polled_ns, lasts_ns, prefills=bool(made.taken))
+        self._device.step_made(made.made_ns, lasts_ns, prefills=bool(made.taken))
         super()._begin_pass(made)
 
+    def _load_ended(self, job: Job, num_bytes: int, took_ns: int) -> None:
+        self._ended.append((job, num_bytes, took_ns))
+
+    def _end_pass(self) -> None:
+        made = self._pass
+        assert made is not None, "only a pass that began can end"
+        self._told[made], self._ended = self._ended, []
+        super()._end_pass()
+
     def _hand_out(self, made: Pass, last: Pass) -> None:
+        made.reported = [job for job in made.reported if job.sequence in self._scheduler.waiting]  # each once
+        for job in made.reported:
+            self._let_run(job)
+        for job, num_bytes, took_ns in self._told.pop(made, ()):
+            self._parked.pop(job.sequence, None)  # nothing is left to forecast
+            super()._load_ended(job, num_bytes, took_ns)
         self._device.handed_out(self._clock.now_ns)
         super()._hand_out(made, last)
+        self._release_by_forecast()
+
+    def _let_run(self, job: Job) -> None:
+        """The job joins the pass that is made next."""
+        _, decision = self._parked.pop(job.sequence, (job, None))
+        if decision is not None:
+            self._let_run_ns[job.sequence] = decision.compute_ns
+            self._ledger.joined(job.sequence)
+
+    def _begin_step(self, taken: list[tuple[Job, Chunk]]) -> None:
+        super()._begin_step(taken)
+        for job, _ in taken:
+            self._let_run_ns.pop(job.sequence, None)
+
+    def _fail(self, job: Job, failure: str) -> None:
+        self._parked.pop(job.sequence, None)
+        super()._fail(job, failure)
 
     def _engine_wait_ns(self) -> int:
         return self._device.wait_ns(self._clock.now_ns)
+
+    def _is_idle(self) -> bool:
+        return self._device.is_idle
+
+    def _decode_ns(self) -> int:
+        return self._device.step_ns
+
+    def _num_decoding(self) -> int:
+        """With those whose last token is not handed out."""
+        return super()._num_decoding() + sum(len(made.done) for made in self._passes)
+
+    def _before_ns(self) -> list[int]:
+        return self._prefills_ns([*self._without_load(), *self._scheduler.cut()]) + list(self._let_run_ns.values())
+
+    def _num_prefills(self) -> int:
+        return len(self._scheduler.cut())
 
     def _joining_ns(self, job: Job) -> int:
         return joining_ns(job.prompt_tokens)
@@ -223,35 +330,41 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         return sum(len(made.firsts) for made in self._passes)
 
     def _release_lag_ns(self) -> int:
-        return release_lag_ns(self._decode_ns(), self._settings.idle_poll_ns)
+        decoding = self._num_decoding()
+        return release_lag_ns(self._device.step_ns if decoding else 0, self._settings.idle_poll_ns)
 
-    def _release_at_hand_out(self) -> None:
+    def _release_by_forecast(self) -> None:
+        if not self._parked or self._is_full():
+            return
         now, scheduler = self._clock.now_ns, self._scheduler
-        waiting = [] if self._is_full() else scheduler.waiting.values()  # who asks in this pass asks behind this
-        coming = [job for job in waiting if job.transfer is not None and not job.due]
-        jobs, loads = [], []
-        for job, landings in self._loads.forecast(coming) if coming else ():
-            layers = job.request.load.slice_layers
-            tokens = scheduler.first_chunk_tokens(job)
-            compute_ns, _ = self._policy.prefill_ns(job.request.cached_tokens, tokens, self.correction)
-            release = self._release if len(layers) > 1 else Whole()  # as it was chosen: one slice is chunk-major
-            jobs.append(job)
-            loads.append(CandidateLoad(by_layer(landings, layers), compute_ns, release, self._stall_price(job)))
+        parked = list(self._parked.values())
         released = released_at_hand_out(
-            loads,
+            [
+                CandidateLoad(
+                    self._arrival_ns(job),
+                    decision.compute_ns,
+                    decision.release,
+                    self._stall_price(job),
+                )
+                for job, decision in parked
+            ],
             now_ns=now,
             start_delay_ns=self._engine_wait_ns(),
             step_ns=self._release_lag_ns(),
-            decoding=scheduler.decode_batch,
-            prefills=len(scheduler.unfinished()),
+            decoding=self._num_decoding(),
+            prefills=self._num_prefills() + len(self._let_run_ns),
             step_fixed_ns=self._policy.step_fixed_ns(self.correction),
             first_tokens=self._first_tokens(),
         )
         for index in released:
-            job = jobs[index]
-            job.ready_ns = now
-            self._ledger.joined(job.sequence)
+            job = parked[index][0]
+            if not job.due:  # else a look has found it, of which the next hand-out tells
+                job.ready_ns = now
+            self._let_run(job)
             scheduler.release(job, now)
+
+    def _arrival_ns(self, job: Job) -> tuple[int, ...]:
+        return self._ledger.arrival_ns(job.sequence, job.request.load.slice_layers)
 
     def _forecast_layers_ns(self, job: Job, tokens: int) -> tuple[int, ...]:
         compute_ns, _ = self._policy.prefill_ns(job.request.cached_tokens, tokens, self.correction)

@@ -145,7 +145,7 @@ def _recorded_parts(repeat: RecordedRepeat) -> Iterable[Parts]:
 
 def _predicted_parts(records: Iterable[RequestRecord]) -> Iterable[Parts]:
     for one in records:
-        if one.load_bytes and one.released_ns > one.submitted_ns:
+        if one.load_bytes and one.began_ns > one.submitted_ns:  # else it was loaded inside its step
             instants = (one.submitted_ns, one.ready_ns, one.all_landed_ns, one.began_ns)
             yield Parts(*(instant - one.admitted_ns for instant in instants))
 

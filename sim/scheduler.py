@@ -69,10 +69,11 @@ class Scheduler:
 
     def unfinished(self) -> list[tuple[int, int]]:
         """(context, tokens left) of every prefill that is released or cut."""
-        jobs = [*self._cut, *(job for _, job in self._ready)]
-        return [
-            (job.request.cached_tokens + job.computed_tokens, job.prefill_tokens - job.computed_tokens) for job in jobs
-        ]
+        return self.cut() + [_left(job) for _, job in self._ready]
+
+    def cut(self) -> list[tuple[int, int]]:
+        """The same of prefills that have had a step."""
+        return [_left(job) for job in self._cut]
 
     def decoding(self) -> list[Job]:
         """Those who decode."""
@@ -231,6 +232,10 @@ class Scheduler:
             self._running.pop(job.sequence, None)
             if not job.storing:
                 self.blocks.end(job, None)
+
+
+def _left(job: Job) -> tuple[int, int]:
+    return job.request.cached_tokens + job.computed_tokens, job.prefill_tokens - job.computed_tokens
 
 
 def _take(job: Job, left: int | None, taken: list[tuple[Job, Chunk]]) -> int | None:

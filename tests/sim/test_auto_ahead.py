@@ -19,14 +19,14 @@ from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_view import Abilities, AutoView, Decision
 from lamella.reference.release import WeighedRelease
 from lamella.sim import auto as sim_auto
-from lamella.sim.ahead import AheadEngine, Pass
+from lamella.sim.ahead import Pass
 from lamella.sim.auto import AutoAheadEngine
 from lamella.sim.overheads import open_overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.records import RequestRecord
 from lamella.sim.requests import Job
 from lamella.sim.settings import SubmitAt
-from lamella.sim.strategies import AUTO, Device, Regime, Strategy, parse_strategy
+from lamella.sim.strategies import AUTO, CHUNK_MAJOR, Device, Regime, Strategy, parse_strategy
 from lamella.sim.world import World
 
 FIFO_FIRST = parse_strategy("fifo/1/first")
@@ -38,10 +38,24 @@ CELLS = {(4, 768): (15_360, 16), (8, 768): (15_360, 16), (4, 2_048): (15_360, 16
 """(users, new tokens) -> (hit, tokens that are generated), as recorded."""
 
 
+class Counting(AutoAheadEngine):
+    """Counts what the scheduler lets run by itself."""
+
+    by_forecast = 0
+
+    def _release_by_forecast(self) -> None:
+        before = len(self._scheduler.waiting)
+        super()._release_by_forecast()
+        self.by_forecast += before - len(self._scheduler.waiting)
+
+
 def serve(strategy: Strategy, users: int, new: int, seed: int) -> World:
     device = Device(load_profile(), extrapolate=True).with_overheads(open_overheads(SHIPPED).overheads)
     settings = replace(device.settings(), submit_at=SubmitAt.POLL, admits_itself=True)
-    engine = partial(device.engine(strategy, seed), full_graphs=True, inputs_behind_ns=TURN_NS)
+    made = device.engine(strategy, seed)
+    assert isinstance(made, partial)
+    counts = Counting if strategy.chooses else made.func
+    engine = partial(counts, **made.keywords | {"full_graphs": True, "inputs_behind_ns": TURN_NS})
     world = World(
         device.compute(strategy),
         strategy.order,
@@ -82,6 +96,12 @@ def check_beats_fifo_first(users: int, new: int, by: float) -> None:
     assert mean_ttft_ns(AUTO, users, new) < (1 - by) * first_ttft_ns(users, new)
 
 
+def check_share_by_forecast(users: int, new: int, least: float) -> None:
+    """Of the loads that somebody has to let run, the scheduler lets so many run at a hand-out."""
+    let_run = sum(serve(AUTO, users, new, seed)._engine.by_forecast for seed in range(SEEDS))  # type: ignore[attr-defined]
+    assert let_run > least * SEEDS * 4 * users
+
+
 def check_releases(users: int, new: int) -> list[RequestRecord]:
     """Each request runs once and never over a layer that has not landed; returns those that count."""
     found: list[RequestRecord] = []
@@ -100,9 +120,17 @@ def check_releases(users: int, new: int) -> list[RequestRecord]:
 # ---------------------------------------------------------------- tests
 
 
-@pytest.mark.parametrize(("users", "new", "by"), [(8, 768, 0.1), (4, 768, 0.02), (4, 2_048, 0.3), (8, 2_866, 0.3)])
+@pytest.mark.parametrize(("users", "new", "by"), [(8, 768, 0.25), (4, 768, 0.2), (4, 2_048, 0.3), (8, 2_866, 0.4)])
 def test_first_tokens_come_sooner_than_with_the_first_layers_release(users: int, new: int, by: float) -> None:
+    """Recorded at 4b1f1f9: by 39%, 36%, 40% and 52%."""
     check_beats_fifo_first(users, new, by)
+    assert first_ttft_ns(users, new) < mean_ttft_ns(CHUNK_MAJOR, users, new)
+
+
+@pytest.mark.parametrize(("users", "least"), [(4, 0.65), (8, 0.6)])
+def test_most_loads_are_let_run_at_a_hand_out(users: int, least: float) -> None:
+    """Recorded at 4b1f1f9: 94% and 85%; the model of that engine: 89% and 83%. Those shipped are slower."""
+    check_share_by_forecast(users, 768, least)
 
 
 @pytest.mark.parametrize(("users", "new"), CELLS)
@@ -151,10 +179,7 @@ def test_who_was_released_in_a_pass_waits_no_more_for_those_who_ask_in_it(monkey
 
     def watched(engine: AutoAheadEngine, job: Job, tokens: int) -> AutoView:
         view = view_of(engine, job, tokens)
-        now = engine._clock.now_ns
-        let_run = [
-            one for _, one in engine._scheduler._ready if one.submitted_ns < one.ready_ns == one.released_ns == now
-        ]
+        let_run = [one for _, one in engine._scheduler._ready if one.submitted_ns < one.ready_ns == one.released_ns]
         for one in let_run:
             assert one.sequence not in engine._ledger._open or not engine._ledger._open[one.sequence].parked
         asked.append(len(let_run))
@@ -170,7 +195,12 @@ def test_who_was_released_in_a_pass_waits_no_more_for_those_who_ask_in_it(monkey
 
 
 def _never_at_the_hand_out(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(AutoAheadEngine, "_release_at_hand_out", AheadEngine._release_at_hand_out)
+    patch.setattr(AutoAheadEngine, "_release_by_forecast", lambda _: None)
+
+
+def _takes_looks_for_as_soon(patch: pytest.MonkeyPatch) -> None:
+    """What a look finds is taken to start as soon as what the scheduler lets run."""
+    patch.setattr(AutoAheadEngine, "_release_lag_ns", lambda _: 0)
 
 
 def _starts_on_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -183,19 +213,22 @@ def _prompts_share_steps(patch: pytest.MonkeyPatch) -> None:
 
 
 def _releases_twice(patch: pytest.MonkeyPatch) -> None:
-    """What was let run by the scheduler is seen by the worker's look as well."""
-    seen = AheadEngine._seen
+    """What the scheduler let run by itself is let run again when a look that found it too is known."""
+    hand_out_of = AutoAheadEngine._hand_out
 
-    def wrong(engine: AheadEngine, made: Pass) -> list[Job]:
-        return seen(engine, made) + [job for job in engine._scheduler.landing.values() if job.began_ns < 0]
+    def wrong(engine: AutoAheadEngine, made: Pass, last: Pass) -> None:
+        reported = made.reported
+        hand_out_of(engine, made, last)
+        engine._known += [job for job in reported if job not in made.reported]
 
-    patch.setattr(AheadEngine, "_seen", wrong)
+    patch.setattr(AutoAheadEngine, "_hand_out", wrong)
 
 
 WRONG: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], object]]] = [
-    (_never_at_the_hand_out, lambda: check_beats_fifo_first(8, 768, 0.1)),
-    (_starts_on_nothing, lambda: check_beats_fifo_first(8, 768, 0.1)),
-    (_prompts_share_steps, lambda: check_beats_fifo_first(8, 2_866, 0.3)),
+    (_never_at_the_hand_out, lambda: check_beats_fifo_first(8, 768, 0.25)),
+    (_starts_on_nothing, lambda: check_beats_fifo_first(8, 768, 0.25)),
+    (_prompts_share_steps, lambda: check_beats_fifo_first(8, 2_866, 0.4)),
+    (_takes_looks_for_as_soon, lambda: check_share_by_forecast(8, 768, 0.6)),
     (_releases_twice, lambda: check_releases(8, 768)),
 ]
 
