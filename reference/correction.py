@@ -73,16 +73,17 @@ def time_on_link(
     """(slices, bytes, ns): the part of a load that says what the link takes, and how long it took.
 
     A load had the link from its first slice's landing, or from the landing of the load before it: before that it may
-    have waited for blocks that were still being read. One of a single slice counts from its begin.
+    have waited for blocks that were still being read. One of a single slice counts from its begin. Slices that were
+    seen to land with the first, by somebody who looks now and then, had landed before.
 
     Args:
         part_bytes: of each slice.
         started_ns: the load's begin.
-        landed_ns: each slice's landing.
+        landed_ns: each slice's landing, never falling.
         before_ns: the landing of the load before.
     """
-    counted = part_bytes if len(part_bytes) == 1 else part_bytes[1:]
     begun_ns = started_ns if len(part_bytes) == 1 else landed_ns[0]
+    counted = [num_bytes for num_bytes, at_ns in zip(part_bytes, landed_ns, strict=True) if at_ns > begun_ns]
     return len(counted), sum(counted), landed_ns[-1] - max(begun_ns, before_ns)
 
 

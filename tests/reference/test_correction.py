@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from itertools import pairwise
 
 import pytest
@@ -16,6 +17,7 @@ from lamella.reference.correction import (
     MOST_BETWEEN_PROBES,
     Correction,
     Probes,
+    time_on_link,
 )
 
 TRUTHS = st.floats(1 / CORRECTION_RANGE, CORRECTION_RANGE)
@@ -95,3 +97,19 @@ def test_probes_come_ever_more_seldom_and_a_load_begins_anew() -> None:
     assert max(gaps) == MOST_BETWEEN_PROBES
     assert not probes.overrules(off=False)
     assert sum(probes.overrules(off=True) for _ in range(FIRST_PROBE)) == 1
+
+
+@given(st.integers(2, 64), st.integers(1, 10**7), st.lists(st.integers(1, 10**8), min_size=1, max_size=20))
+def test_whoever_looks_now_and_then_takes_no_link_for_faster_than_it_is(
+    num_slices: int, slice_ns: int, looks: list[int]
+) -> None:
+    """Each slice takes the link as long, and is seen to have landed by the next look."""
+    ends = [slice_ns * (index + 1) for index in range(num_slices)]
+    instants = sorted({*looks, ends[-1] + max(looks)})
+    seen = [instants[bisect_left(instants, end)] for end in ends]
+    slices, num_bytes, took_ns = time_on_link([7] * num_slices, 0, seen, 0)
+    assert num_bytes == 7 * slices
+    assert took_ns >= (slices - 1) * slice_ns
+    assert slices == sum(one > seen[0] for one in seen)
+    if len(set(seen)) == num_slices:
+        assert slices == num_slices - 1
