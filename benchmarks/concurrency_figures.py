@@ -30,6 +30,8 @@ class ArmFigures:
         loads_ms: from a load's first copy to its last landing, median, p90 and longest; empty where nothing was loaded.
         choices: how often `auto` chose what, over all requests.
         slices: of how many loads, over all requests, so many slices landed apart; by their number.
+        predicted_ms: the time to first token that `auto` foresaw when it chose; None where it was not recorded.
+        predicted_regret: by which share it foresaw a later first token than by the way best for the request alone.
     """
 
     ttft: Mean
@@ -54,6 +56,8 @@ class ArmFigures:
     loads_ms: tuple[float, ...] = ()
     choices: Mapping[str, int] = field(default_factory=dict)
     slices: Mapping[int, int] = field(default_factory=dict)
+    predicted_ms: float | None = None
+    predicted_regret: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +137,7 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
     requests = [request for row in rows for request in counted(row)]
     pooled = sorted((request["token_us"][0] - request["queued_us"]) / 1e3 for request in requests)
     loaded = [request for request in requests if request.get("landed_us")]
+    foreseen = [request for request in requests if "predicted_us" in request]
     gpu = [step[5] for row in rows for step in row["steps"] if step[5] is not None]
     wall_us = sum(row["wall_us"] for row in rows)
     others = [gap for row in rows if (gap := _bystander_tpot_ms(row)) is not None]
@@ -161,7 +166,14 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
         loads_ms=_loads_ms(loaded),
         choices=_choices(rows),
         slices=Counter(len(set(one["landed_us"])) for row in rows for one in row["requests"] if one.get("landed_us")),
+        predicted_ms=_mean_of([_predicted_ms(one) for one in foreseen]),
+        predicted_regret=_mean_of([one["regret"] for one in foreseen]),
     )
+
+
+def _predicted_ms(request: Row) -> float:
+    """From the engine's having the request, as a time to first token is; `auto` counts from its look-up."""
+    return float(request["asked_us"] - request["queued_us"] + request["predicted_us"]) / 1e3
 
 
 def _loads_ms(requests: Sequence[Row]) -> tuple[float, ...]:

@@ -334,33 +334,8 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
 
 def _workload(facts: Mapping[str, Any]) -> str:
     beside = f", {facts['bystanders']} bystanders" if facts["bystanders"] else ""
-    return f"{facts['hit']:,} + {facts['new']:,} → {facts['output']}{beside}"
-
-
-def regrets_table(recordings: Mapping[str, Mapping[str, CellFigures]]) -> str:
-    """By how much the arm that chooses is behind the best other arm, each cell a line and each commit a column.
-
-    Args:
-        recordings: the cells of each commit.
-    """
-    found: dict[str, dict[str, str]] = {}
-    for commit, cells in recordings.items():
-        for name, cell in cells.items():
-            for arm in chosen_of(cell):
-                regret = regret_of(cell, arm)
-                if regret is not None:
-                    found.setdefault(name, {})[commit] = f"{regret[0]:+.1%} ({regret[1]})"
-    text = [
-        "### regret: time to first token of the arm that chooses over the best other arm's with the same graphs",
-        "",
-        f"| cell | {' | '.join(recordings)} |",
-        "|---|" + "---|" * len(recordings),
-        *(
-            f"| {name} | {' | '.join(of.get(commit, '') for commit in recordings)} |"
-            for name, of in sorted(found.items())
-        ),
-    ]
-    return "\n".join(text) + "\n"
+    arriving = f", {facts['rate_per_s']:g} arrivals/s" if facts["rate_per_s"] else ""
+    return f"{facts['hit']:,} + {facts['new']:,} → {facts['output']}{beside}{arriving}"
 
 
 def differences_table(cells: Mapping[str, CellFigures]) -> str:

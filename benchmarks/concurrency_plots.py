@@ -73,7 +73,7 @@ def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
     axes.axvline(0, color="black", lw=0.6)
     axes.set_yticks(range(len(cells)), list(cells))
     axes.invert_yaxis()
-    axes.set_xlabel("change of mean TTFT, % (bars: two standard errors; pale: not shown)")
+    axes.set_xlabel("change of mean TTFT, %\n(bars: two standard errors; pale: not shown)")
     axes.legend(fontsize=7, loc="best")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

@@ -2,12 +2,13 @@
 """The table of a concurrency run: every arm of every cell beside the better chunk-major form and the ceiling.
 
     concurrency_report.py RUN ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
-        [--newest]
+        [--newest] [--each FILE]
 
 A change counts only where the standard errors of both arms are at most 2%, the earlier and the later half of the
 baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
 shown" and why. Last come the goals beside what was measured, and what one thing at a time changes. Runs of one engine
-are joined; of runs of several commits `--newest` takes each cell from the last run named that has it.
+are joined; of runs of several commits `--newest` takes each cell from the last run named that has it, and `--each`
+writes what every run says by itself.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from concurrency_choices import choices_table
 from concurrency_figures import CellFigures, figures_of, verdicts_of
 from concurrency_goals import (
     cells_table,
@@ -31,7 +33,6 @@ from concurrency_goals import (
     goals,
     goals_table,
     predictions_of,
-    regrets_table,
 )
 from concurrency_rules import Mean, Row
 from concurrency_two_gpus import beside_one_gpu
@@ -68,13 +69,29 @@ def _subject(row: Row) -> tuple[str, str]:
     return row["kind"], cell if isinstance(cell, str) else cell["name"]
 
 
-def by_commit(runs: Sequence[Sequence[Row]]) -> dict[str, dict[str, CellFigures]]:
-    """The cells of each commit, as seven digits, in the order of the runs."""
-    found: dict[str, list[Row]] = {}
-    for rows in runs:
-        commits = {str(row["commit"])[:7] for row in rows if row["kind"] == "engine"}
-        found.setdefault("+".join(sorted(commits)), []).extend(rows)
-    return {commit: figures_of(rows) for commit, rows in found.items()}
+def commits_of(runs: Sequence[Sequence[Row]]) -> dict[str, str]:
+    """Of each cell the commit, as seven digits, of the last run that has repeats of it."""
+    return {_subject(row)[1]: commit_of(rows) for rows in runs for row in rows if row["kind"] == "repeat"}
+
+
+def commit_of(rows: Sequence[Row]) -> str:
+    """A run's commit as seven digits; of a run of several, all of them."""
+    return "+".join(sorted({str(row["commit"])[:7] for row in rows if row["kind"] == "engine"})) or "-"
+
+
+def each_run(runs: Mapping[str, Sequence[Row]]) -> str:
+    """What every run says by itself, in Markdown.
+
+    Args:
+        runs: the lines of each, by its name.
+    """
+    text = ["# Goals and gains of each recording by itself", "", f"Printed by `{Path(__file__).name} --each`."]
+    for name, rows in runs.items():
+        cells = figures_of(rows)
+        lines = goals(cells, verdicts_of(rows), rows)
+        tables = [goals_table(lines), gains_table(cells), differences_table(cells)]
+        text += ["", f"## {name}, {commit_of(rows)}", "", *tables, choices_table(cells, commits_of([rows])).rstrip()]
+    return "\n".join(text) + "\n"
 
 
 def table(cell: CellFigures) -> str:
@@ -217,6 +234,7 @@ def main() -> int:
     parser.add_argument("--predicted", type=Path, help="what `lamella validate --json` wrote of the same cells")
     parser.add_argument("--goals", action="store_true", help="only the goals and what one thing changes")
     parser.add_argument("--newest", action="store_true", help="each cell from the last of the runs that has it")
+    parser.add_argument("--each", type=Path, help="what every run says by itself is written there, in Markdown")
     parser.add_argument("--cell", default="", help="only cells whose name holds this")
     asked = parser.parse_args()
     runs = [read([path]) for path in asked.runs]
@@ -235,11 +253,13 @@ def main() -> int:
     print(gains_table(cells))
     print(differences_table(cells))
     print(cells_table(cells, predicted))
-    if asked.newest:
-        print(regrets_table(by_commit(runs)))
+    print(choices_table(cells, commits_of(runs)))
     print(goals_table([*goals(cells, verdicts, rows), *beside_one_gpu(cells)]))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
+    if asked.each:
+        names = [path.name.partition(".")[0] for path in asked.runs]
+        asked.each.write_text(each_run(dict(zip(names, runs, strict=True))), encoding="utf-8")
     if asked.svg:
         from concurrency_plots import draw
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from concurrency_choices import choices_table
 from concurrency_figures import Verdict, figures_of
-from concurrency_goals import cells_table, differences_table, first_tokens, goals, predictions_of, regrets_table
-from concurrency_report import by_commit, newest
+from concurrency_goals import cells_table, differences_table, first_tokens, gains_table, goals, predictions_of
+from concurrency_report import commits_of, each_run, newest
 from concurrency_two_gpus import beside_one_gpu
 
 GOOD = Verdict(8, 0, 0, 0.1)
@@ -153,9 +154,43 @@ def test_of_several_commits_each_cell_is_of_the_last_run_that_has_it() -> None:
     cells = figures_of(newest([old, new]))
     assert {name: round(cell.arms["auto"].ttft.value) for name, cell in cells.items()} == {"a": 55, "b": 70}
     assert "sync" not in cells["a"].arms, "arms of another commit stay with it"
-    lines = regrets_table(by_commit([old, new])).splitlines()
-    assert lines[2] == "| cell | aaaaaaa | bbbbbbb |"
-    assert lines[4:] == ["| a | +20.0% (sync) | -45.0% (chunk_bounded) |", "| b | -12.5% (fifo_first) |  |"]
+    assert commits_of([old, new]) == {"a": "bbbbbbb", "b": "aaaaaaa"}
+    lines = choices_table(cells, commits_of([old, new])).splitlines()
+    assert lines[4:] == [
+        "| a | bbbbbbb | 55.0 | -45.0% (chunk_bounded) | - | - | - |",
+        "| b | aaaaaaa | 70.0 | -12.5% (fifo_first) | - | - | - |",
+    ]
+
+
+def test_what_auto_foresaw_counts_from_the_same_moment_as_the_time_to_first_token() -> None:
+    rows = run("a", {"chunk_bounded": 100, "auto": 50})
+    for one in rows[4:]:
+        first, second = one["requests"]
+        one["requests"] = [
+            {**first, "asked_us": 5_000, "predicted_us": 900_000, "regret": 9.0},  # the first ones do not count
+            {**second, "asked_us": 5_000, "predicted_us": 41_000 - 1_000 * one["repeat"], "regret": 0.05},
+        ]
+    arm = figures_of(rows)["a"].arms["auto"]
+    assert (arm.predicted_ms, arm.predicted_regret) == (pytest.approx(43.5), pytest.approx(0.05)), "4 ms till asked"
+    row = choices_table(figures_of(rows), {"a": "abc"}).splitlines()[4]
+    assert row == "| a | abc | 50.0 | -50.0% (chunk_bounded) | 43.5 | 87% | 5.0% |"
+
+
+def test_each_run_is_told_by_itself() -> None:
+    old = [{"kind": "engine", "commit": "a" * 40}, *run(ONE, {"chunk_bounded": 100, "auto": 60})]
+    new = [{"kind": "engine", "commit": "b" * 40}, *run(ONE, {"chunk_bounded": 100, "auto": 55})]
+    text = each_run({"first": old, "second": new})
+    first, second = text.split("\n## ")[1:]
+    assert first.startswith("first, aaaaaaa\n")
+    assert second.startswith("second, bbbbbbb\n")
+    assert ("-40.0%" in first, "-45.0%" in first, "-40.0%" in second, "-45.0%" in second) == (True, False, False, True)
+
+
+def test_an_open_loops_cell_is_told_from_a_closed_ones() -> None:
+    arms = {"chunk_bounded": 100, "auto": 60}
+    both = [*run("a", arms, bystanders=8), *run("b", arms, bystanders=8, rate_per_s=9.0)]
+    table = gains_table(figures_of(both))
+    assert [table.count(said) for said in ("8 bystanders | auto", "8 bystanders, 9 arrivals/s | auto")] == [1, 1]
 
 
 def test_wrong_answers_count_only_where_the_early_reader_is_caught() -> None:
