@@ -198,10 +198,10 @@ class BatchBlocks:
 
     def behind(self, bad: Collection[int]) -> set[int]:
         """The bad blocks, and in every table that holds one all blocks behind it: what was computed from them."""
-        found = set(bad)
-        for tables in self._tables.values():
-            for index, block in enumerate(tables[0]):
-                if block in bad:
-                    found.update(tables[0][index:])
-                    break
-        return found
+        return set(bad).union(*(self.computed_over(bad, request) for request in self._tables))
+
+    def computed_over(self, bad: Collection[int], request: str) -> set[int]:
+        """The first bad block in the request's table, and all behind it there; empty without one."""
+        table = self._tables.get(request, [[]])[0]
+        first = next((index for index, block in enumerate(table) if block in bad), len(table))
+        return set(table[first:])

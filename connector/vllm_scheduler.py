@@ -357,14 +357,12 @@ class SchedulerSide:
         """Whether the request's blocks must stay its own until `step_done` reports it."""
         name = request.request_id
         for work in self.book.open_of(name):
-            if work.kind is not Kind.LOAD:
-                continue
-            load = self._loads[work.number]
-            if work.waits_for_report and not work.released and self._rules.hold_on_abort:
-                load.cancelled = True
+            if work.kind is Kind.LOAD and work.waits_for_report and not work.released and self._rules.hold_on_abort:
+                self._loads[work.number].cancelled = True
                 self._cancels.append(work.number)
-            elif self._rules.evict_on_abort and not ended_by_itself(request):
-                self._evict(self._blocks.behind(load.blocks))
+        if (self._loads or self._bad_blocks) and self._rules.evict_on_abort and not ended_by_itself(request):
+            doubtful = self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
+            self._evict(self._blocks.computed_over(doubtful, name))  # its own loads and others': it may have shared
         held = self.book.request_ended(name)
         if held:
             self.metrics.count("holds")

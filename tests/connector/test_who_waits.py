@@ -82,6 +82,29 @@ def test_every_step_waits_for_the_loads_that_its_batch_reads_and_for_no_other(
     run(warmed(ranks, ahead=ahead, joins=joins, chance=chance), actions)
 
 
+def test_a_sharer_aborted_while_what_it_reads_is_landing_leaves_nothing_to_hit() -> None:
+    """What it computed would stay in the engine's own cache when the load fails: its errors name others' blocks."""
+    engine = warmed(1, ahead=True, joins=False)
+    first = engine.add(PROMPTS[0], 5)
+    for _ in range(8):
+        if engine.requests[first].state == "running":
+            break
+        engine.step()
+        for _rank, one in engine.open_transfers():
+            if not one.query().landed:
+                one.land(1)
+    sharer = engine.add([*PROMPTS[0][:24], *range(400, 409)], 5)
+    engine._queue.append(engine._make_step())  # made, and the one before it has not run
+    table = engine.requests[sharer].table
+    landing = set().union(*(load.blocks for load in engine.side._loads.values()))
+    own = set(table) - set(engine.requests[first].table)
+    assert landing & set(table), "it reads what is landing"
+    assert own & set(engine._cached.values()), "and what it computes can be hit"
+    engine.abort(sharer)
+    assert not own & set(engine._cached.values())
+    run(engine, [("fail", 0)])
+
+
 def runs_at_random(count: int, *, forecasts: bool = False) -> Counter[str]:
     """What was met in so many runs; the same ones each time."""
     seen: Counter[str] = Counter()
