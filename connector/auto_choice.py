@@ -101,11 +101,11 @@ class AutoChoice:
 
         It stands until the next choice for the request.
         """
+        self._leaves_steps(name)
         now_ns = self._clock_ns()
         cached = local_hit + load_tokens
         decoding = len(self._decoding)
         queued_ns = sum(self._policy.prefill_ns(*left, self.correction)[1] for left in self._cut.values())
-        self._joining_ns.pop(name, None)
         view = AutoView(
             load_tokens=load_tokens,
             cached_tokens=cached,
@@ -136,8 +136,16 @@ class AutoChoice:
 
     def missed(self, name: str, local_hit: int, num_tokens: int) -> None:
         """The request has nothing to load; what it computes is ahead of whoever asks next."""
+        self._leaves_steps(name)
+        self._chosen.pop(name, None)
         if num_tokens > local_hit:
             self._joining_ns[name] = self._policy.prefill_ns(local_hit, num_tokens - local_hit, self.correction)[1]
+
+    def _leaves_steps(self, name: str) -> None:
+        """The request asks, so it is in no step: what it had begun or decoded before a preemption is no more."""
+        for book in (self._joining_ns, self._released, self._cut, self._began):
+            book.pop(name, None)
+        self._decoding.discard(name)
 
     @property
     def _release_lag_ns(self) -> int:
@@ -243,12 +251,12 @@ class AutoChoice:
         return self._ledger.arrival_ns(number, [part.num_layers for part in parts])
 
     def forget(self, name: str) -> None:
-        """The request is gone."""
-        books = self._chosen, self._numbers, self._cut, self._began, self._joining_ns, self._parked, self._released
-        for book in books:
-            book.pop(name, None)
+        """The request is gone; its load may still be on the link, where nobody waits for it."""
+        self._leaves_steps(name)
+        self._ledger.joined(self._numbers.pop(name, -1))
+        self._chosen.pop(name, None)
+        self._parked.pop(name, None)
         self._readers.discard(name)
-        self._decoding.discard(name)
 
     def step_made(self, batch: StepBatch, requests: Mapping[str, Any]) -> StepWeights:
         """What the workers must know of the step that this batch makes, to weigh releases against it."""
@@ -261,8 +269,9 @@ class AutoChoice:
                 self._ledger.joined(self._numbers.pop(one.request))
                 self._released.pop(one.request, None)
             request = requests.get(one.request)
-            left = (request.num_tokens if request is not None else one.end) - one.end
-            if one.request in self._decoding and one.new == 1:
+            num_tokens = request.num_tokens if request is not None else one.end
+            left = num_tokens - one.end
+            if one.request in self._decoding and num_tokens - one.computed <= 1:  # with drafts behind it or without
                 decoding, context = decoding + 1, context + one.end
             else:
                 prefills.append((one.computed, one.new))
