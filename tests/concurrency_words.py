@@ -99,6 +99,7 @@ def phrases(now: Cells, given_up: Cells, older: Cells, two: Cells) -> list[str]:
         f"landed after {joined.arm().first_layer_ms:.1f} ms instead of "
         f"{joined.arm('sync_full_graphs').first_layer_ms:.1f}",
         f"{late[0]} and {late[1]} times as late as they came",
+        f"launches make {alone_small.prefill_ms:.1f} ms long where",
         f"{one.ms()} ms, where the ceiling would be {one.base.ttft.value * (1 - ceiling):.1f}. By `fifo_full_graphs` "
         f"({one.ms(FIFO)}): the first layer lands after {fifo.first_layer_ms:.1f}, the request is released "
         f"{fifo.unnoticed_ms:.1f} later and its step begins {fifo.unadmitted_ms:.1f} after that; the rest is the "
