@@ -120,8 +120,8 @@ class CopyCurve:
         if min(self.bytes_per_s) < 1 or self.entry_ns < 0:
             raise ValueError(f"rates must be positive and entry_ns at least 0, got {self.bytes_per_s}, {self.entry_ns}")
         least, most = self.slowdown
-        if not 0 <= least <= most:
-            raise ValueError(f"slowdown must be two rising numbers, at least 0, got {least} and {most}")
+        if not 0 <= least <= most < math.inf:
+            raise ValueError(f"slowdown must be two rising numbers, at least 0 and finite, got {least} and {most}")
 
     def rate(self, run_bytes: int) -> float:
         """Bytes per second with runs of that length: a power law between the nodes, the end values outside them.

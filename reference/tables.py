@@ -209,9 +209,7 @@ class MeasuredCompute:
         self._extrapolate = extrapolate
         self._dense: dict[int, float] = {}  # by tokens; a replay asks for the same few thousand again and again
         self._begin = (0, 0, 0)  # batch, context, and the integral there
-        self._curves = {
-            batch: LinearCurve(decode.context_tokens, decode.row(batch)) for batch in range(1, decode.batch[-1] + 1)
-        }
+        self._curves: dict[int, LinearCurve] = {}  # of batches that were asked for: a profile may name any number
 
     @property
     def num_layers(self) -> int:
@@ -283,7 +281,7 @@ class MeasuredCompute:
     def _curve(self, batch: int) -> LinearCurve:
         curve = self._curves.get(batch)
         if curve is None:
-            if not self._extrapolate:
+            if not (self._extrapolate or 1 <= batch <= self._decode.batch[-1]):
                 raise ValueError(
                     f"the profile has decode batches of 1 .. {self._decode.batch[-1]}, not {batch}; limit the engine's "
                     f"batch, measure more, or extrapolate openly"

@@ -88,3 +88,41 @@ def test_tables_that_contradict_each_other_are_said_to_instead_of_a_negative_ste
         ValueError, match=r"prefills \(cached, new\) \[\(0, 16\)\] beside 1 decoding requests would take -"
     ):
         MeasuredCompute(prefill, falling, 1).step_ns([(0, 16)], 1, 1_000)
+
+
+def whole_numbers(inside: Any, *path: Any) -> list[tuple[Any, ...]]:
+    """Where a whole number stands."""
+    if isinstance(inside, dict | list):
+        items = inside.items() if isinstance(inside, dict) else enumerate(inside)
+        return [found for key, one in items for found in whole_numbers(one, *path, key)]
+    return [path] if type(inside) is int else []
+
+
+def test_no_number_in_a_profile_says_how_much_is_made_before_anybody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A decode batch of 10^18 made as many curves when the profile was opened, until memory was full."""
+    rows = 0
+
+    def row(self: DecodeTable, batch: int) -> tuple[float, ...]:
+        nonlocal rows
+        rows += 1
+        assert rows < 100
+        return known(self, batch)
+
+    known = DecodeTable.row
+    taken = 0
+    for *path, last in whole_numbers(SHIPPED):
+        mapping = copy.deepcopy(SHIPPED)
+        inside: Any = mapping
+        for key in path:
+            inside = inside[key]
+        inside[last] = 10**18
+        try:
+            profile = profile_from_mapping(mapping)
+        except ValueError:
+            continue
+        taken, rows = taken + 1, 0
+        with monkeypatch.context() as patched:
+            patched.setattr(DecodeTable, "row", row)
+            for graphs in Graphs:
+                assert profile.compute(graphs).decode_ns(2, 1_000, 1) > 0
+    assert taken >= 10

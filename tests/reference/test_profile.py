@@ -94,6 +94,7 @@ def test_no_value_of_another_type_is_taken(path: tuple[Any, ...], value: object)
         (("wire", "slice_fixed_ns"), -1, "slice_fixed_ns must be at least 0, got -1"),
         (("copies",), [], "copies needs each of"),
         (("copies", 0, "slowdown"), [0.5, 0.1], "slowdown must be two rising numbers"),
+        (("copies", 0, "slowdown"), [0.1, float("inf")], "slowdown must be two rising numbers, at least 0 and finite"),
         (("copies", 0, "entry_ns"), -5, "entry_ns at least 0"),
         (("copies", 0, "bytes_per_s"), [1], "bytes_per_s needs 8 rates, got 1"),
         (("engine", "token_budget"), 0, "token_budget must be at least 1, got 0"),
