@@ -60,8 +60,11 @@ def views(draw: st.DrawFn) -> AutoView:
         decoding=decoding,
         bystanders=draw(st.integers(0, decoding)),
         step_ns=draw(st.integers(0, 50 * MS)),
-        idle=not decoding,
+        idle=not decoding and draw(st.booleans()),
         release_lag_ns=draw(st.sampled_from([0, 6 * MS, 40 * MS])),
+        sharing=draw(st.integers(0, 8)),
+        joining_ns=draw(st.sampled_from([0, 5 * MS, 20 * MS])),
+        first_tokens=draw(st.integers(0, 8)),
     )
 
 
@@ -242,6 +245,29 @@ def test_more_who_would_stand_still_never_make_an_arm_cheaper(policy: AutoPolicy
     before = policy.choose(replace(view, idle=False), Correction(), ALL).predictions
     for one, other in zip(before, policy.choose(crowded, Correction(), ALL).predictions, strict=True):
         assert other.cost_ns >= one.cost_ns - 2
+
+
+@given(view=views(), correction=corrections, more=st.integers(1, 8))
+def test_more_first_tokens_that_would_wait_make_joining_at_once_dearer_and_change_no_other_arm(
+    policy: AutoPolicy, view: AutoView, correction: Correction, more: int
+) -> None:
+    before = policy.choose(view, correction, ALL).predictions
+    for crowded in (
+        replace(view, sharing=view.sharing + more),
+        replace(view, first_tokens=view.first_tokens + more),
+    ):
+        for one, other in zip(before, policy.choose(crowded, correction, ALL).predictions, strict=True):
+            assert other == one or (one.arm is Arm.SYNC and other.cost_ns > one.cost_ns)
+            assert (other.ttft_ns, other.width) == (one.ttft_ns, one.width)
+
+
+@given(view=views(), correction=corrections)
+def test_no_arm_answers_before_its_prefill_could_be_computed_after_what_the_engine_has_to_do(
+    policy: AutoPolicy, view: AutoView, correction: Correction
+) -> None:
+    decision = policy.choose(view, correction, ALL)
+    least = view.engine_wait_ns + view.queued_ns + decision.prefill_ns
+    assert all(one.ttft_ns >= least - 2 for one in decision.predictions)
 
 
 @pytest.mark.parametrize(
