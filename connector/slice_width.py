@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 from lamella.connector.vllm_settings import resolve_layers_per_slice
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.layout import ObjectLayout
+from lamella.reference.slices import Slice, plan_slices
 
 _NEAR_WIRE: Final = 0.95
 
@@ -50,3 +52,19 @@ def _shortest_run(rates: EngineRates) -> int:
         if rate >= _NEAR_WIRE * rates.wire_bytes_per_s:
             return run_bytes
     return rates.run_bytes[-1]
+
+
+def planned_slices(num_layers: int, width: int | Sequence[int]) -> tuple[Slice, ...]:
+    """The slices of this rank's layers, where width or schedule were planned for the model's: it may have fewer.
+
+    A stage has only its own, and layers that share the KV of others have none.
+
+    Args:
+        num_layers: of this rank.
+        width: layers a slice, or a schedule.
+
+    Raises:
+        ValueError: as `plan_slices`, but none of the widths is too wide.
+    """
+    widths = (width,) if isinstance(width, int) else tuple(width)
+    return plan_slices(num_layers, [min(one, num_layers) for one in widths])

@@ -18,7 +18,7 @@ from lamella.connector.connector_metrics import Metrics
 from lamella.connector.mover import PoolMover, RankPlace
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
-from lamella.connector.slice_width import choose_width
+from lamella.connector.slice_width import choose_width, planned_slices
 from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_settings import ConnectorSettings
@@ -324,8 +324,7 @@ class WorkerSide:
         width = None if order.plan is None else order.plan.width
         if width is None:
             return self.slices
-        num_layers = self.caches.layout.num_layers
-        return plan_slices(num_layers, min(width, num_layers) if isinstance(width, int) else width)
+        return planned_slices(self.caches.layout.num_layers, width)
 
     def _stream(self) -> int:
         if not self._device.startswith("cuda"):

@@ -8,6 +8,7 @@ import re
 import shlex
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,9 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lamella.connector.slice_width import choose_width
+from lamella.connector.step_orders import LoadOrder, LoadPlan
 from lamella.connector.vllm_settings import ConnectorSettings, resolve_layers_per_slice
+from lamella.connector.vllm_worker import WorkerSide
+from lamella.reference.auto import AutoPolicy
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.layout import ObjectLayout
+from lamella.reference.release import WeighedRelease
+from lamella.reference.slices import plan_slices
+from lamella.sim.profiles import load_profile
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "vllm.md"
 
@@ -162,3 +169,17 @@ def test_the_documents_example_can_be_pasted() -> None:
     settings = ConnectorSettings.from_mapping(config["kv_connector_extra_config"])
     assert (settings.layers_per_slice, settings.release, settings.host_pool_gib) == (1, "first", 32)
     assert settings.full_graphs == "before", "decoding keeps full graphs"
+
+
+@given(planned=st.integers(1, 128), own=st.integers(1, 128))
+def test_whatever_auto_plans_for_the_model_moves_on_a_rank_with_fewer_layers(planned: int, own: int) -> None:
+    """A stage has its own layers only; a rising schedule ends in slices that may be wider than all of them."""
+    layers = min(planned, own)
+    rank: Any = SimpleNamespace(caches=SimpleNamespace(layout=SimpleNamespace(num_layers=layers)))
+    for width, slices in AutoPolicy(load_profile(), planned)._schedules:
+        order = LoadOrder(0, "r", (0,), 0, ((1,),), 16, 0, False, LoadPlan(width, WeighedRelease(), 1, 1))
+        parts = WorkerSide._slices_of(rank, order)
+        assert sum(part.num_layers for part in parts) == layers
+        assert parts[0].num_layers == min(slices[0], layers)
+        if layers == planned:
+            assert parts == plan_slices(planned, width)
