@@ -117,14 +117,24 @@ class HostCores:
     def choose(self) -> None:
         """The calling thread, the process's first, has the core that is quickest now, and all others the other cores.
 
-        Takes a few milliseconds a core.
+        Takes a few milliseconds a core. Cores that were taken away meanwhile are left out; with fewer than two left the
+        thread may have any.
         """
         if not self._cores:
             return
-        self._took_us = {}
-        for core in self._cores:
-            os.sched_setaffinity(0, {core[0]})
+        had, self._cores, self._took_us, self._main = self._cores, [], {}, None
+        for core in had:
+            try:
+                os.sched_setaffinity(0, {core[0]})
+            except OSError:
+                continue
+            self._cores.append(core)
             self._took_us[core[0]] = min(_probe_us() for _ in range(3))
+        if len(self._cores) < 2:
+            self._why_not = f"{len(self._cores)} of {len(had)} physical cores are left"
+            self._cores, self._took_us = [], {}
+            os.sched_setaffinity(0, range(os.cpu_count() or 1))
+            return
         self._main = min(self._took_us, key=lambda cpu: self._took_us[cpu])
         self._apply()
 

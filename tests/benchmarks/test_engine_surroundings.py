@@ -113,6 +113,35 @@ def test_the_first_thread_has_the_quickest_core_and_others_the_rest(two_cores: l
     assert chosen.facts()["main"] == two_cores[1]
 
 
+@pytest.mark.parametrize("left", [0, 1, 2, 3, 5])
+def test_cores_that_were_taken_away_are_left_out_and_with_fewer_than_two_nothing_is_done(
+    left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allowed = set(range(100, 100 + 2 * left))
+    mine: list[set[int]] = []
+
+    def set_affinity(thread: int, cpus: Any) -> None:
+        if not set(cpus) & (allowed | {0}):
+            raise OSError(22, "Invalid argument")
+        if not thread:
+            mine.append(set(cpus))
+
+    monkeypatch.setattr(os, "sched_setaffinity", set_affinity)
+    monkeypatch.setattr(os, "listdir", lambda _folder: [str(os.getpid())])
+    chosen = HostCores([(cpu, cpu + 1) for cpu in range(100, 110, 2)])
+    for _again in range(2):
+        chosen.choose()
+        with chosen.shared():
+            pass
+    facts = chosen.facts()
+    if left < 2:
+        assert (facts["cores"], facts["main"], facts["why_not"]) == ([], None, f"{left} of 5 physical cores are left")
+        assert 0 in mine[-1], "the thread may have any core again"
+    else:
+        assert [core[0] for core in facts["cores"]] == sorted(allowed)[::2]
+        assert facts["main"] in allowed
+
+
 def test_a_rank_has_its_own_share_and_what_an_exchange_makes_gets_the_other_cores(
     two_cores: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
