@@ -17,12 +17,15 @@ from pathlib import Path
 from typing import Any, Self
 
 import msgspec
+import pytest
 
 import lamella
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout
-from lamella.server.frames import Request, pack_prefixes
+from lamella.server.client import CacheSession
+from lamella.server.connection import Connection
+from lamella.server.frames import RefusedError, Request, pack_prefixes
 from lamella.server.handlers import Peer
 from lamella.server.mover import Movement
 from lamella.server.protocol import (
@@ -40,6 +43,8 @@ from lamella.server.protocol import (
     Retrieve,
     Retrieved,
     Role,
+    Stats,
+    StatsReport,
     Store,
     Stored,
     TransferSide,
@@ -47,11 +52,12 @@ from lamella.server.protocol import (
 from lamella.server.service import CacheService
 from lamella.server.settings import ServerSettings
 from lamella.server.shapes import send_groups, send_space
-from lamella.server.wire import EVERY_RANK, Kind
+from lamella.server.wire import EVERY_RANK, Code, Kind
 
 WAIT_S = 60.0
 CHUNK = 4
 LOCAL = Peer(is_local=True)
+MISS = Found(0, 0, (), False)
 
 
 def layout_of(num_layers: int = 2, form: ObjectForm = ObjectForm.TOKEN) -> ObjectLayout:
@@ -251,6 +257,14 @@ def keys_of(*document: int, space: KeySpace | None = None) -> tuple[ChunkKey, ..
     return chunk_keys(space or space_of(), tokens(*document))
 
 
+@contextmanager
+def refused(code: Code, says: str) -> Iterator[None]:
+    """What is asked within is refused with this code, in words that match `says`."""
+    with pytest.raises(RefusedError, match=says) as found:
+        yield
+    assert found.value.code is code
+
+
 class ServerProcess:
     """A real `lamella serve`, with its log lines."""
 
@@ -313,6 +327,27 @@ def server_process(folder: Path, *options: str, memory: str = "1MiB") -> Iterato
     finally:
         if server.process.poll() is None:
             server.kill()
+
+
+@contextmanager
+def tidy_server(folder: Path) -> Iterator[ServerProcess]:
+    """As `server_process`, and it is stopped, if it still runs, and has left no shared memory."""
+    with server_process(folder) as running:
+        yield running
+        if running.process.poll() is None:
+            running.stop()
+    assert running.memories() == [], "no shared memory stays behind"
+
+
+def connect(server: ServerProcess, message: Register | None = None, **others: Any) -> CacheSession:
+    """A session with a bound that a busy machine keeps."""
+    return CacheSession(server.folder, message or registration(), **({"timeout_s": 15.0} | others))
+
+
+def figure(server: ServerProcess, name: str) -> float:
+    """One of the figures that the server tells whoever asks."""
+    with Connection(server.folder, timeout_s=15.0) as connection:
+        return connection.call(Stats(), StatsReport).figures[name]
 
 
 def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:

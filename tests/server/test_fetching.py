@@ -12,9 +12,7 @@ from lamella.cuda_ext.pool import HostPool
 from lamella.server.frames import RefusedError
 from lamella.server.protocol import Found
 from lamella.server.wire import Code
-from server_driver import Bench, Client, keys_of, layout_of, space_of, wait_until
-
-MISS = Found(0, 0, (), False)
+from server_driver import MISS, Bench, Client, keys_of, layout_of, space_of, wait_until
 
 
 def fill(pool: HostPool, slots: tuple[int, ...], byte: int) -> None:
