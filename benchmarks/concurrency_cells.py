@@ -112,10 +112,11 @@ def joined(names: str, groups: Mapping[str, Group]) -> Group:
     Raises:
         ValueError: an unknown group, or groups that need different engines.
     """
-    unknown = [name for name in names.split("+") if name not in groups]
+    wanted = list(dict.fromkeys(names.split("+")))  # each once: a cell's repeats are told apart by their number
+    unknown = [name for name in wanted if name not in groups]
     if unknown:
         raise ValueError(f"there is no group {', '.join(unknown)}; there are {', '.join(sorted(groups))}")
-    chosen = [groups[name] for name in names.split("+")]
+    chosen = [groups[name] for name in wanted]
     cells = tuple(cell for group in chosen for cell in group.cells)
     graphs = tuple(sorted({size for group in chosen for size in group.prefill_graphs}))
     like = [dataclasses.replace(group, cells=cells, prefill_graphs=graphs) for group in chosen]

@@ -252,6 +252,9 @@ def test_groups_of_one_engine_are_joined_and_others_refused() -> None:
     both = joined("core+graphs", GROUPS)
     assert both.cells == GROUPS["core"].cells + GROUPS["graphs"].cells
     assert both.prefill_graphs == GROUPS["graphs"].prefill_graphs
+    assert joined("core+graphs+core", GROUPS) == both
+    for cells in (both.cells, *(group.cells for group in GROUPS.values())):
+        assert len({cell.name for cell in cells}) == len(cells)
     with pytest.raises(ValueError, match="do not run in one engine"):
         joined("core+long", GROUPS)
     with pytest.raises(ValueError, match="there is no group cores; there are chunks, core"):
