@@ -19,9 +19,11 @@ from numpy.typing import NDArray
 
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.shared_memory import HostMemory
+from lamella.cuda_ext.transfer import Arriving
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import EngineLayout, ObjectLayout, TensorView, engine_layout
+from lamella.reference.plan import Direction
 from lamella.server.connection import ServerLostError
 from lamella.server.protocol import TransferSide
 from lamella.server.rank import RankCaches, RankOfEngine, Report
@@ -33,6 +35,10 @@ POISON = 0xA5
 HERE, THERE = range(16), tuple(range(20, 36))[::-1]
 """Block tables: of what is stored, and of where it is to go."""
 CHUNK, BLOCK, HEADS, DIM = 8, 4, 2, 8
+PACED: dict[str, Any] = {
+    "engine_options": {"paced": True, "window_bytes": 2048, "staging_bytes": 8192, "in_flight_bytes": 4096}
+}
+"""Of `join`: windows move when a test grants them, and a layer of `RankMemory` is two."""
 
 
 class ServerProcess:
@@ -229,6 +235,36 @@ def load(
         raise RuntimeError(f"{locked.num_chunks} of {len(keys)} chunks are there")
     tokens = len(keys) * CHUNK
     return worker.retrieve(request, locked, (tuple(table),), tokens, skip_tokens=skip_chunks * CHUNK), locked
+
+
+def stored_here(worker: Worker, memory: RankMemory, engine: TransferEngine) -> tuple[ChunkKey, ...]:
+    """Eight chunks of `HERE` are stored by an engine that is `PACED`, and the cache holds nothing of them any more."""
+    keys = keys_of(memory, range(64))
+    engine.grant(Direction.STORE, 10**6)
+    store(worker, memory, keys, HERE)
+    memory.poison()
+    return keys
+
+
+def transfer_of(worker: Worker, number: int) -> Arriving:
+    """The transfer of a load that has begun."""
+    begun = worker.loads.find(number)
+    assert begun is not None
+    assert begun.transfer is not None
+    return begun.transfer
+
+
+def settled(worker: Worker, *states: str) -> None:
+    """Nothing is held at the server in these states, soon."""
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        worker.poll()
+        figures = worker.session.stats().figures
+        held = {name: value for name, value in figures.items() if any(state in name for state in states) and value}
+        if not held:
+            return
+        time.sleep(0.02)
+    raise AssertionError(held)
 
 
 BOTH_SIDES = tuple(TransferSide)
