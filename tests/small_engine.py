@@ -16,21 +16,19 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.safety_rules import ALL_RULES
-from lamella.connector.step_orders import Ended, LoadOrder, StepOrders, StepReport
+from lamella.connector.step_orders import Ended, StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
-from lamella.connector.worker_loads import WorkerLoads
 from lamella.cuda_ext.transfer import TransferState
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import KeySpace
-from lamella.reference.release import First
 from rank_loads import LAYERS, Moving
+from small_blocks import BLOCK, SmallBlocks
+from small_rank import OneRank
 
-BLOCK, CHUNK, NUM_BLOCKS, BUDGET = 4, 8, 26, 24
+CHUNK, BUDGET = 8, 24
 SPACE = KeySpace("m", "float32", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, LAYERS))
 
 
@@ -61,30 +59,6 @@ class Part(NamedTuple):
     taken: frozenset[int]
     written: frozenset[int]
     load: int | None
-
-
-class OneRank:
-    """Loads on a rank, whose transfers land as the test says, and all at the end of a step that waited for them."""
-
-    def __init__(self) -> None:
-        self.moving: dict[int, Moving] = {}
-        self.orders: dict[int, LoadOrder] = {}
-        self.loads = WorkerLoads(self._submit, LAYERS, First(1), BLOCK, 16, 0.05, lambda: 0, ALL_RULES, Metrics())
-
-    def _submit(self, order: LoadOrder) -> Any:
-        self.orders[order.number] = order
-        return lambda: self.moving.setdefault(order.number, Moving(landed=0))
-
-    def writes(self, number: int) -> frozenset[int]:
-        """Blocks that a load writes."""
-        order = self.orders[number]
-        return frozenset(order.blocks[0][order.skip_tokens // BLOCK :])
-
-    def unlanded(self) -> list[int]:
-        """Loads of which something may still come; those known to have failed are reported by block."""
-        known = {number for number in self.orders if (load := self.loads.find(number)) is not None and load.failed}
-        final = {number for number, one in self.moving.items() if one.state.is_final}
-        return [number for number in self.orders if number not in known and number not in final]
 
 
 class Forecasting(SchedulerSide):
@@ -120,7 +94,8 @@ class SmallEngine:
         )
         self.side.chance = chance
         self.side.set_ranks([RankObjects(b"s" * 32, 512)] * ranks, 64)
-        self.side.bind_block_pool(self)
+        self.blocks = SmallBlocks()
+        self.side.bind_block_pool(self.blocks)
         self.ranks = [OneRank() for _ in range(ranks)]
         self.depth = int(ahead)
         self.starved: str | None = None
@@ -128,9 +103,6 @@ class SmallEngine:
         self.requests: dict[str, Prompt] = {}
         self.held: dict[str, list[int]] = {}
         self.gone: set[str] = set()
-        self._free = deque(range(1, NUM_BLOCKS))
-        self._users: Counter[int] = Counter()
-        self._cached: dict[tuple[int, ...], int] = {}
         self._received: set[str] = set()
         self._reports: Counter[str] = Counter()
         self._queue: deque[tuple[StepOrders, list[Part]]] = deque()
@@ -161,16 +133,12 @@ class SmallEngine:
         """A running request loses its blocks."""
         one = self.requests[name]
         self.seen["preempted before its report"] += self.side.book.awaits_report(name)
-        self._give_back(one.table)
+        self.blocks.give_back(one.table)
         one.table, one.computed, one.state = [], 0, "waiting"
 
     def forget_cache(self) -> None:
         """The engine's own prefix cache is empty."""
-        self._cached.clear()
-
-    def evict_blocks(self, blocks: set[int]) -> None:
-        """As the engine's block pool has it."""
-        self._cached = {key: block for key, block in self._cached.items() if block not in blocks}
+        self.blocks.cached.clear()
 
     def step(self) -> None:
         """A step is made, and the one before it, or it itself, runs."""
@@ -191,6 +159,9 @@ class SmallEngine:
         resumed: set[str] = set()
         parts: list[Part] = []
 
+        def grown(one: Prompt) -> list[int] | None:
+            return self.blocks.grow(one.table, min(one.num_tokens, one.computed + budget))
+
         def scheduled(one: Prompt, blocks: list[int]) -> None:
             nonlocal budget
             new = min(budget, one.num_tokens - one.computed)
@@ -210,7 +181,7 @@ class SmallEngine:
             taken = frozenset(one.table[: -(-one.computed // BLOCK)])
             parts.append(Part(one, taken, frozenset(one.table[one.computed // BLOCK : -(-end // BLOCK)]), one.load))
             one.state, one.has_run, one.computed = "running", True, end
-            self._commit(one, end)
+            self.blocks.commit(one.all_token_ids, one.table, end)
             if end == one.num_tokens and end < one.ends_at:
                 one.all_token_ids.append(1_000 + self._added * 37 + end)
 
@@ -218,10 +189,10 @@ class SmallEngine:
             one = self.requests[name]
             if one.state != "running" or one.computed >= one.num_tokens or not budget:
                 continue
-            blocks = self._grow(one, min(one.num_tokens, one.computed + budget))
+            blocks = grown(one)
             while blocks is None and one.state == "running":
                 self.preempt([other for other in self.of_state("running") if other not in batch][-1])
-                blocks = self._grow(one, min(one.num_tokens, one.computed + budget)) if one.state == "running" else None
+                blocks = grown(one) if one.state == "running" else None
             if blocks is not None:
                 scheduled(one, blocks)
         for name in [*self.of_state("parked"), *self.of_state("promoted"), *self.of_state("waiting")]:
@@ -231,10 +202,10 @@ class SmallEngine:
                     continue
                 self._received.discard(name)
                 one.state = "promoted"
-                self._commit(one, one.computed)
+                self.blocks.commit(one.all_token_ids, one.table, one.computed)
             if not budget or (one.state == "waiting" and not self._admit(one)) or one.state == "parked":
                 continue
-            blocks = None if name == self.starved else self._grow(one, min(one.num_tokens, one.computed + budget))
+            blocks = None if name == self.starved else grown(one)
             if blocks is not None:
                 scheduled(one, blocks)
             elif one.state != "promoted":
@@ -260,56 +231,21 @@ class SmallEngine:
 
     def _admit(self, one: Prompt) -> bool:
         """Whether the waiting request has blocks for what it hits, parked or not."""
-        tokens = tuple(one.all_token_ids)
-        hits: list[int] = []
-        while (end := (len(hits) + 1) * BLOCK) < one.num_tokens and tokens[:end] in self._cached:
-            hits.append(self._cached[tokens[:end]])
+        hits = self.blocks.hits(one.all_token_ids)
         local = len(hits) * BLOCK
         self.seen["asks before its report"] += self.side.book.awaits_report(one.request_id)
         wanted, parked = self.side.matched_tokens(one, local)
         if wanted is None:
             return False
         needed = -(-(local + wanted) // BLOCK) - len(hits)
-        if len([block for block in self._free if block not in hits]) < needed:
+        if self.blocks.num_free_beside(hits) < needed:
             return False
-        self._use(hits)
-        one.table = [*hits, *self._take(needed)]
+        self.blocks.use(hits)
+        one.table = [*hits, *self.blocks.take(needed)]
         self.side.allocated(one, (list(one.table),), wanted)
         one.load = self.side._new_loads[-1].number if wanted else None
         one.computed, one.state = local + wanted, "parked" if parked else "waiting"
         return True
-
-    # ---- blocks
-
-    def _grow(self, one: Prompt, end: int) -> list[int] | None:
-        """More blocks, up to that token; None: there are none."""
-        needed = max(0, -(-end // BLOCK) - len(one.table))
-        if len(self._free) < needed:
-            return None
-        more = self._take(needed)
-        one.table += more
-        return more
-
-    def _take(self, count: int) -> list[int]:
-        blocks = [self._free.popleft() for _ in range(count)]
-        self.evict_blocks(set(blocks))
-        self._users.update(blocks)
-        return blocks
-
-    def _use(self, blocks: Sequence[int]) -> None:
-        for block in blocks:
-            if not self._users[block]:
-                self._free.remove(block)
-        self._users.update(blocks)
-
-    def _give_back(self, blocks: Sequence[int]) -> None:
-        self._users.subtract(blocks)
-        self._free.extend(block for block in reversed(blocks) if not self._users[block])
-
-    def _commit(self, one: Prompt, end: int) -> None:
-        """Whole blocks up to that token can be hit."""
-        for index in range(min(end, one.num_tokens) // BLOCK):
-            self._cached.setdefault(tuple(one.all_token_ids[: (index + 1) * BLOCK]), one.table[index])
 
     # ---- a step runs, and its output is taken in
 
@@ -354,7 +290,7 @@ class SmallEngine:
             if self.side.book.awaits_report(name):
                 self._count_forecast(name)
         for name in output.finished_sending or ():
-            self._give_back(self.held.pop(name))
+            self.blocks.give_back(self.held.pop(name))
             self.gone.add(name)
 
     def _count_forecast(self, name: str) -> None:
@@ -384,7 +320,7 @@ class SmallEngine:
         if self.side.request_ended(one):
             self.held[one.request_id] = one.table
         else:
-            self._give_back(one.table)
+            self.blocks.give_back(one.table)
             self.gone.add(one.request_id)
         one.table, one.state = [], "ended"
 

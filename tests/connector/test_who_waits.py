@@ -99,9 +99,9 @@ def test_a_sharer_aborted_while_what_it_reads_is_landing_leaves_nothing_to_hit()
     landing = set().union(*(load.blocks for load in engine.side._loads.values()))
     own = set(table) - set(engine.requests[first].table)
     assert landing & set(table), "it reads what is landing"
-    assert own & set(engine._cached.values()), "and what it computes can be hit"
+    assert own & set(engine.blocks.cached.values()), "and what it computes can be hit"
     engine.abort(sharer)
-    assert not own & set(engine._cached.values())
+    assert not own & set(engine.blocks.cached.values())
     run(engine, [("fail", 0)])
 
 
