@@ -19,6 +19,7 @@ from typing import Any
 
 from closed_loop import Delivered, Request, serve
 from concurrency_cells import Arm, Cell, Group
+from concurrency_documents import StoredDocuments
 from concurrency_llm import make_llm, set_environment
 from concurrency_probe import Probe
 from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
@@ -83,11 +84,11 @@ class ConcurrencyEngine:
         if self.peer is None and tensor_parallel > 1:
             self._pool_bytes = sum(self.ranks("keep_pool", self._pool_bytes))
         self.prompts = Prompts(group, tiny, fresh=self.peer is not None)
+        self.documents = StoredDocuments(group, self.prompts, self._scheduler)
         self._ballast: list[Any] = []
         self._usable: set[int] = set()
         self._open: set[str] = set()
         self._settles = 0
-        self._filled: dict[int, set[int]] = {}
         self._exchange: ConnectorExchange | None = None
         if self.peer is None:
             self._exchange = ConnectorExchange(self._engine, self.ranks, group, tiny, self.probe)
@@ -143,7 +144,7 @@ class ConcurrencyEngine:
         self.settle()
         with self.cores.shared():
             if not self._exchange.exchange(arm, cell):
-                self._filled.clear()
+                self.documents.forget()
         self.switch_ms = 1e3 * (time.perf_counter() - begin)
 
     # ---- documents
@@ -155,13 +156,9 @@ class ConcurrencyEngine:
             RuntimeError: one of them is not, whatever was done.
         """
         begin = time.perf_counter()
-        wanted = range(min(self.group.documents, cell.requests))
-        if self.peer is not None:
-            missing = [number for number in wanted if number not in self._filled.setdefault(0, set())]
-        else:
-            if self._chunk_tokens != cell.chunk:
-                self.switch(None, cell)
-            missing = [number for number in wanted if not self._is_stored(number, cell)]
+        if self.peer is None and self.documents.chunk_tokens != cell.chunk:
+            self.switch(None, cell)
+        missing = self.documents.missing(cell)
         if not missing:
             return 0.0
         self.reset(cell, ballast=False)
@@ -170,29 +167,9 @@ class ConcurrencyEngine:
             tokens = [*self.prompts.document(number), *self.prompts.alphabet[:8]]
             serve(self, [Request(f"fill{self._settles}.{number}", tokens, 1)], 1)
         self.settle()
-        if self.peer is not None:
-            self._filled[0].update(missing)
-        elif lost := [number for number in missing if not self._is_stored(number, cell)]:
+        if lost := self.documents.filled(missing, cell):
             raise RuntimeError(f"documents {lost} are not in the host pool of {self.facts()['host_pool_bytes']} bytes")
         return time.perf_counter() - begin
-
-    @property
-    def _chunk_tokens(self) -> int:
-        return int(self._scheduler.connector.scheduler._facts.space.chunk_tokens)
-
-    def _is_stored(self, number: int, cell: Cell) -> bool:
-        from lamella.reference.keys import chunk_keys
-
-        side = self._scheduler.connector.scheduler
-        full = self.group.document_tokens // cell.chunk * cell.chunk
-        known = self._filled.setdefault(cell.chunk, set())
-        if number in known and not cell.stores:
-            return True
-        keys = chunk_keys(side._facts.space, self.prompts.document(number)[:full])
-        if side.objects.index.leading_hits(keys) < len(keys):
-            return False
-        known.add(number)
-        return True
 
     def reset(self, cell: Cell, ballast: bool = True) -> None:
         """The engine's prefix cache is empty, and no more blocks are free than the cell needs and one request more.
@@ -266,17 +243,7 @@ class ConcurrencyEngine:
         """Nothing is in flight, and of the pool only documents are left."""
         self.settle()
         if self.peer is None and cell.stores:
-            from lamella.reference.keys import chunk_keys
-
-            side = self._scheduler.connector.scheduler
-            full = self.group.document_tokens // cell.chunk * cell.chunk
-            kept = {
-                key
-                for number in range(self.group.documents)
-                for key in chunk_keys(side._facts.space, self.prompts.document(number)[:full])
-            }
-            side.objects.index.discard([key for key in side.objects.index.ready_keys() if key not in kept])
-            self._filled.clear()
+            self.documents.keep_only_these(cell)
 
     # ---- as the loop's engine
 
