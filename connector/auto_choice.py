@@ -286,7 +286,7 @@ class AutoChoice:
                 self._decoding.add(one.request)
         self._last_begun = self._last_number
         self._step_expected_ns = self._policy.step_ns(prefills, decoding, context) if prefills else 0
-        lasts_ns = round(self._step_expected_ns * self.correction.steps) if prefills else self._engine.step_ns
+        lasts_ns = round(self.correction.step_ns(self._step_expected_ns)) if prefills else self._engine.step_ns
         self._engine.step_made(now_ns, lasts_ns if batch.names else 0, prefills=bool(prefills))
         taken = sum(left for _, left in self._cut.values()) + len(self._decoding)
         budget = self._facts.token_budget

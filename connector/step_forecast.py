@@ -91,4 +91,4 @@ class StepForecast:
             measured_ns = observed.load_ns - observed.slices * self.policy.slice_ns
             self.correction = self.correction.after_load(expected_ns, measured_ns)
         if observed.steps:
-            self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns)
+            self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns, observed.steps)

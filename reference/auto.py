@@ -101,11 +101,11 @@ class AutoPolicy:
         done = 0
         while done < new:
             tokens = min(self._budget, new - done)
-            step = self._prefill.alone_ns(cached + done, tokens)
+            step = correction.step_ns(self._prefill.alone_ns(cached + done, tokens))
             total += step
             first = first or step
             done += tokens
-        return round(first * correction.steps), round(total * correction.steps)
+        return round(first), round(total)
 
     def step_ns(self, prefills: Sequence[tuple[int, int]], decoding: int = 0, context_tokens: int = 0) -> int:
         """The profile's time of a step with these (cached, new) prefills beside so many decoding requests."""

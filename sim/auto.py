@@ -264,7 +264,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         if made.taken:
             prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in made.taken]
             profile_ns = self._policy.step_ns(prefills, made.decode_batch, made.context_tokens)
-            lasts_ns = round(profile_ns * self.correction.steps)
+            lasts_ns = round(self.correction.step_ns(profile_ns))
         self._device.step_made(made.made_ns, lasts_ns, prefills=bool(made.taken))
         super()._begin_pass(made)
 

@@ -22,6 +22,7 @@ from lamella.reference.correction import (
 
 TRUTHS = st.floats(1 / CORRECTION_RANGE, CORRECTION_RANGE)
 PROFILE_NS = 10_000_000
+MS = 1_000_000
 
 
 def after(start: Correction, truth: float, count: int) -> list[float]:
@@ -45,6 +46,73 @@ def test_any_wrong_belief_settles_at_the_truth_without_swinging(truth: float, be
     assert all(later <= earlier + 1e-6 * truth for earlier, later in pairwise(errors))
     assert all((factor - truth) * (believed - truth) >= -1e-6 * truth for factor in factors)  # always on the same side
     assert factors[-1] == pytest.approx(truth, rel=0.01)
+
+
+STEPS = st.builds(
+    Correction,
+    steps=TRUTHS,
+    steps_seen=st.integers(0, 100),
+    least_ns=st.floats(0, 10**9),
+    least_seen=st.integers(0, 100),
+    longest_ns=st.floats(0, 10**9),
+)
+
+
+@given(STEPS, st.integers(10**5, 10**9), st.floats(1 / 16, 16), st.integers(1, 4))
+def test_a_step_moves_what_is_taken_of_its_like_towards_it_and_never_beyond(
+    before: Correction, profile_ns: int, times: float, count: int
+) -> None:
+    took_ns = max(1, round(before.step_ns(profile_ns) * times))
+    after_it = before.after_steps(profile_ns * count, took_ns * count, count)
+    was, now = before.step_ns(profile_ns) - took_ns, after_it.step_ns(profile_ns) - took_ns
+    clipped = after_it.steps in (CORRECTION_RANGE, 1 / CORRECTION_RANGE)
+    assert abs(now) <= abs(was) + 1e-6 * took_ns or clipped
+    assert now * was >= -1e-6 * took_ns * abs(was) or clipped
+
+
+@given(
+    least_ms=st.one_of(st.just(0.0), st.floats(1, 60)),
+    factor=st.floats(0.3, 3),
+    sizes_ms=st.lists(st.floats(2, 100), min_size=1, max_size=4),
+)
+def test_steps_of_several_sizes_are_each_foreseen(least_ms: float, factor: float, sizes_ms: list[float]) -> None:
+    """A step takes what its tokens take, and no less than its launch: of whatever sizes, both are found."""
+    truths = [(round(ms * 1e6), max(least_ms, factor * ms) * 1e6) for ms in sizes_ms]
+    correction = Correction()
+    for turn in range(240):
+        profile_ns, took_ns = truths[turn % len(truths)]
+        correction = correction.after_steps(profile_ns, round(took_ns))
+    for profile_ns, took_ns in truths:
+        assert correction.step_ns(profile_ns) == pytest.approx(took_ns, rel=0.2)
+
+
+def test_short_steps_that_their_launch_bounds_make_no_long_one_look_longer() -> None:
+    correction = Correction().after_steps(72 * MS, 78 * MS)
+    for _ in range(50):
+        correction = correction.after_steps(11 * MS, 21 * MS)
+    assert correction.step_ns(72 * MS) == pytest.approx(78 * MS)
+    assert correction.step_ns(11 * MS) == pytest.approx(21 * MS)
+    for _ in range(20):
+        correction = correction.after_steps(11 * MS, 12 * MS)  # launches are quicker now
+    assert correction.step_ns(11 * MS) == pytest.approx(12 * MS, rel=0.01)
+    assert correction.step_ns(72 * MS) == pytest.approx(78 * MS)
+
+
+def test_what_was_learned_of_short_steps_alone_gives_way_to_long_ones() -> None:
+    correction = Correction()
+    for _ in range(20):
+        correction = correction.after_steps(11 * MS, 21 * MS)
+    assert correction.step_ns(11 * MS) == pytest.approx(21 * MS)
+    for _ in range(60):
+        correction = correction.after_steps(72 * MS, 78 * MS).after_steps(11 * MS, 21 * MS)
+    assert correction.step_ns(72 * MS) == pytest.approx(78 * MS, rel=0.01)
+    assert correction.step_ns(11 * MS) == pytest.approx(21 * MS, rel=0.01)
+
+
+@pytest.mark.parametrize("wrong", [{"least_ns": -1.0}, {"longest_ns": float("inf")}, {"least_ns": float("nan")}])
+def test_times_of_a_correction_are_finite_and_not_negative(wrong: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="times must be at least 0 and finite"):
+        Correction(**wrong)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(-5, 10**12), st.integers(-5, 10**12)), max_size=60))
