@@ -75,10 +75,17 @@ def test_products_of_this_process_that_fail_are_an_error_and_not_a_quiet_machine
     assert here.ran == []
 
 
-def test_products_that_fill_a_time_take_that_time() -> None:
-    products = Products("cpu", 16)
+def test_products_are_timed_behind_the_back_of_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    products, run, may_run = Products("cpu", 16), Products.run, threading.Event()
+
+    def held_back(self: Products, count: int) -> int:
+        assert may_run.wait(30), "the block never came"
+        return run(self, count)
+
+    monkeypatch.setattr(Products, "run", held_back)
     with products.timed(20) as taken:
         assert taken == [], "still running"
+        may_run.set()
     assert taken[0] > 0
 
 
