@@ -83,6 +83,11 @@ class CellFigures:
             return None
         return min(self.transfer_ms, self.prefill_ms) / (self.transfer_ms + self.prefill_ms)
 
+    @property
+    def transfer_over_prefill(self) -> float | None:
+        """T/P."""
+        return self.transfer_ms / self.prefill_ms if self.transfer_ms and self.prefill_ms else None
+
     def change(self, arm: str, figure: str = "ttft") -> Change:
         """Against the baseline, and whether the run shows it."""
         mine, base = getattr(self.arms[arm], figure), getattr(self.arms[self.baseline], figure)

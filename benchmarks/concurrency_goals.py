@@ -169,12 +169,9 @@ def _best_layerwise(cell: CellFigures, arm: str) -> str | None:
 
 
 def _ceiling_lines(cell: CellFigures) -> Iterable[Line]:
-    facts, ceiling = cell.cell, cell.ceiling
-    if facts["concurrency"] != 1 or facts["bystanders"] or ceiling is None or facts["rate_per_s"]:
+    facts, ceiling, ratio = cell.cell, cell.ceiling, cell.transfer_over_prefill
+    if facts["concurrency"] != 1 or facts["bystanders"] or ceiling is None or ratio is None or facts["rate_per_s"]:
         return
-    assert cell.transfer_ms is not None
-    assert cell.prefill_ms is not None
-    ratio = cell.transfer_ms / cell.prefill_ms
     if not 0.45 <= ratio <= 2.2 or facts["tier_gb_per_s"]:
         return
     for arm in chosen_of(cell):
@@ -231,8 +228,7 @@ def _bystander_lines(cells: Iterable[CellFigures]) -> Iterable[Line]:
             if abs(rate) > LIKE_THROUGHPUT:
                 state = "-: throughput differs"
             yield Line(
-                f"bystanders' TPOT, {arm}"
-                + (f", {cell.cell['rate_per_s']:g} arrivals/s" if cell.cell["rate_per_s"] else ""),
+                f"bystanders' TPOT, {arm}{_arriving(cell.cell)}",
                 f"≤ {BYSTANDERS:+.0%} at equal throughput",
                 f"{change.value:+.1%} ± {change.error:.1%} at throughput {rate:+.1%}",
                 state,
@@ -334,8 +330,11 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
 
 def _workload(facts: Mapping[str, Any]) -> str:
     beside = f", {facts['bystanders']} bystanders" if facts["bystanders"] else ""
-    arriving = f", {facts['rate_per_s']:g} arrivals/s" if facts["rate_per_s"] else ""
-    return f"{facts['hit']:,} + {facts['new']:,} → {facts['output']}{beside}{arriving}"
+    return f"{facts['hit']:,} + {facts['new']:,} → {facts['output']}{beside}{_arriving(facts)}"
+
+
+def _arriving(facts: Mapping[str, Any]) -> str:
+    return f", {facts['rate_per_s']:g} arrivals/s" if facts["rate_per_s"] else ""
 
 
 def differences_table(cells: Mapping[str, CellFigures]) -> str:

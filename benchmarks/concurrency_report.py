@@ -71,7 +71,11 @@ def _subject(row: Row) -> tuple[str, str]:
 
 def commits_of(runs: Sequence[Sequence[Row]]) -> dict[str, str]:
     """Of each cell the commit, as seven digits, of the last run that has repeats of it."""
-    return {_subject(row)[1]: commit_of(rows) for rows in runs for row in rows if row["kind"] == "repeat"}
+    found: dict[str, str] = {}
+    for rows in runs:
+        cells = {_subject(row)[1] for row in rows if row["kind"] == "repeat"}
+        found |= dict.fromkeys(cells, commit_of(rows))
+    return found
 
 
 def commit_of(rows: Sequence[Row]) -> str:

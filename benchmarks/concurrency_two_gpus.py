@@ -38,7 +38,7 @@ def beside_one_gpu(cells: Mapping[str, CellFigures]) -> list[Line]:
 
 
 def _lines(two: CellFigures, ones: Iterable[CellFigures], arm: str) -> Iterable[Line]:
-    mine, ratio = _gain(two, arm), _ratio(two)
+    mine, ratio = _gain(two, arm), two.transfer_over_prefill
     if mine is None or ratio is None:
         return
     found = [
@@ -46,7 +46,7 @@ def _lines(two: CellFigures, ones: Iterable[CellFigures], arm: str) -> Iterable[
         for one in ones
         if all(one.cell.get(name) == two.cell.get(name) for name in _ALIKE)
         and (gain := _gain(one, arm)) is not None
-        and (other := _ratio(one)) is not None
+        and (other := one.transfer_over_prefill) is not None
     ]
     if not found:
         return
@@ -69,8 +69,3 @@ def _gain(cell: CellFigures, arm: str) -> Change | None:
     """The change of the time to first token against the better chunk-major form with the same graphs."""
     base = baseline_of(cell, arm) if arm in cell.arms else None
     return change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift) if base is not None else None
-
-
-def _ratio(cell: CellFigures) -> float | None:
-    """T/P as the run itself shows it."""
-    return cell.transfer_ms / cell.prefill_ms if cell.transfer_ms and cell.prefill_ms else None

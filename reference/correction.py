@@ -100,9 +100,8 @@ class Correction:
         longest_ns = max(one_ns, _FORGETS * self.longest_ns)
         is_launch = computed_ns < self.least_ns
         if is_launch or (took_ns > CLEARLY * expected_ns and one_ns < SHORT * longest_ns):
-            gain = _DOWN_GAIN if took_ns < expected_ns else max(SETTLED_GAIN, 1 / (self.least_seen + 1))
-            share = min(max(took_ns / expected_ns, 1 / LARGEST_JUMP), LARGEST_JUMP)
-            least_ns = expected_ns * math.pow(share, gain)
+            gain = _DOWN_GAIN if took_ns < expected_ns else _gain(self.least_seen)
+            least_ns = _towards(expected_ns, took_ns, gain)
             return replace(self, least_ns=least_ns, least_seen=self.least_seen + 1, longest_ns=longest_ns)
         steps = _moved(self.steps, took_ns / one_ns, self.steps_seen)
         return replace(self, steps=steps, steps_seen=self.steps_seen + 1, longest_ns=longest_ns)
@@ -129,10 +128,18 @@ def time_on_link(
 
 
 def _moved(factor: float, observed: float, seen: int) -> float:
-    """The factor a share of the way to the observed one, in proportions: never beyond it (AUTO-3)."""
-    bounded = min(max(observed / factor, 1 / LARGEST_JUMP), LARGEST_JUMP)
-    gain = max(SETTLED_GAIN, 1 / (seen + 1))
-    return min(max(factor * math.pow(bounded, gain), 1 / CORRECTION_RANGE), CORRECTION_RANGE)
+    """The factor after one more observation, within its range."""
+    return min(max(_towards(factor, observed, _gain(seen)), 1 / CORRECTION_RANGE), CORRECTION_RANGE)
+
+
+def _towards(believed: float, observed: float, gain: float) -> float:
+    """A share of the way to what was observed, in proportions: never beyond it (AUTO-3)."""
+    return believed * math.pow(min(max(observed / believed, 1 / LARGEST_JUMP), LARGEST_JUMP), gain)
+
+
+def _gain(seen: int) -> float:
+    """Weight of one more observation."""
+    return max(SETTLED_GAIN, 1 / (seen + 1))
 
 
 class Probes:

@@ -7,7 +7,7 @@ than `WILD` would give steps of negative length, or advice about a measurement t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from typing import Final, NamedTuple
 
@@ -30,13 +30,13 @@ def check_prefill(table: PrefillTable, name: str) -> None:
         ValueError: one is not; the message begins with `name` and says which, and beside what.
     """
     news, cached = table.new_tokens, table.cached_tokens
-    wild: list[tuple[_Cell, _Cell]] = []
-    for column in range(len(cached)):
-        for row, (few, many) in enumerate(pairwise(news)):  # each token more looks at all before it
-            wild += _odd(table.step_ns, _Cell(row, column), _Cell(row + 1, column), (many / few) ** 2)
-    for row, new in enumerate(news):
-        for column, (few, many) in enumerate(pairwise(cached)):
-            wild += _odd(table.step_ns, _Cell(row, column), _Cell(row, column + 1), (many + new) / (few + new))
+    wild = _odd_pairs(
+        table.step_ns,
+        news,
+        cached,
+        lambda few, many: (many / few) ** 2,  # each token more looks at all before it
+        lambda new, few, many: (many + new) / (few + new),
+    )
     _refuse(name, table.step_ns, wild, [f"{new:,} new tokens" for new in news], [f"{one:,} cached" for one in cached])
 
 
@@ -47,13 +47,9 @@ def check_decode(table: DecodeTable, name: str) -> None:
         ValueError: one is not; the message begins with `name` and says which, and beside what.
     """
     batches, contexts = table.batch, table.context_tokens
-    wild: list[tuple[_Cell, _Cell]] = []
-    for column in range(len(contexts)):
-        for row, (few, many) in enumerate(pairwise(batches)):
-            wild += _odd(table.step_ns, _Cell(row, column), _Cell(row + 1, column), many / few)
-    for row in range(len(batches)):
-        for column, (few, many) in enumerate(pairwise(contexts)):
-            wild += _odd(table.step_ns, _Cell(row, column), _Cell(row, column + 1), many / few)
+    wild = _odd_pairs(
+        table.step_ns, batches, contexts, lambda few, many: many / few, lambda _batch, few, many: many / few
+    )
     names = [f"batch {batch:,}" for batch in batches], [f"context {context:,}" for context in contexts]
     _refuse(name, table.step_ns, wild, *names)
     for batch in batches:
@@ -66,6 +62,31 @@ def check_decode(table: DecodeTable, name: str) -> None:
 
 
 REMEDY: Final = "measure it again, or correct the file"
+
+
+def _odd_pairs(
+    step_ns: Sequence[Sequence[int | None]],
+    rows: Sequence[int],
+    columns: Sequence[int],
+    down: Callable[[int, int], float],
+    across: Callable[[int, int, int], float],
+) -> list[tuple[_Cell, _Cell]]:
+    """Neighbours that cannot both be right.
+
+    Args:
+        step_ns: by row and column.
+        rows, columns: what stands at each, rising.
+        down: by how much the work grows from one row to the next.
+        across: in a row, from one column to the next.
+    """
+    found: list[tuple[_Cell, _Cell]] = []
+    for column in range(len(columns)):
+        for row, (few, many) in enumerate(pairwise(rows)):
+            found += _odd(step_ns, _Cell(row, column), _Cell(row + 1, column), down(few, many))
+    for row, at in enumerate(rows):
+        for column, (few, many) in enumerate(pairwise(columns)):
+            found += _odd(step_ns, _Cell(row, column), _Cell(row, column + 1), across(at, few, many))
+    return found
 
 
 def _odd(

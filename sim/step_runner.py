@@ -131,8 +131,8 @@ class StepRunner(ABC):
             prefills = [(job.request.cached_tokens + chunk.first_token, chunk.num_tokens) for job, chunk in taken]
             costs = self._compute.step_layers_ns(prefills, scheduler.decode_batch, scheduler.context_tokens)
         else:
-            whole = self._compute.decode_ns(scheduler.decode_batch, scheduler.context_tokens, 1)
-            costs = split_evenly(whole, self._compute.num_layers)
+            decode_ns = self._compute.decode_ns(scheduler.decode_batch, scheduler.context_tokens, 1)
+            costs = split_evenly(decode_ns, self._compute.num_layers)
         loads = list(scheduler.landing.values())
         whole = self._full_graphs and not taken
         batch, context = scheduler.decode_batch, scheduler.context_tokens

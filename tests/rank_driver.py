@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -244,6 +244,32 @@ def stored_here(worker: Worker, memory: RankMemory, engine: TransferEngine) -> t
     store(worker, memory, keys, HERE)
     memory.poison()
     return keys
+
+
+class Released(NamedTuple):
+    """A load on its way whose request may run.
+
+    Attributes:
+        engine: moves `PACED`.
+        keys: what is loaded, from `HERE` to `THERE`.
+        number: the load's.
+        locked: as `load` has it.
+    """
+
+    engine: TransferEngine
+    keys: tuple[ChunkKey, ...]
+    number: int
+    locked: Locked
+
+
+def released(worker: Worker, memory: RankMemory, windows: int = 2) -> Released:
+    """What was stored here is on its way back, so many windows of it may move, and its request "r" was let run."""
+    engine = engine_of(worker)
+    keys = stored_here(worker, memory, engine)
+    number, locked = load(worker, keys, THERE)
+    engine.grant(Direction.RETRIEVE, windows)
+    until(worker, lambda report: "r" in report.received)
+    return Released(engine, keys, number, locked)
 
 
 def transfer_of(worker: Worker, number: int) -> Arriving:

@@ -23,6 +23,7 @@ from rank_driver import (
     join,
     keys_of,
     load,
+    released,
     serving,
     store,
     stored_here,
@@ -94,11 +95,7 @@ def test_each_layer_of_a_step_waits_for_what_was_released_whoever_is_in_the_batc
 ) -> None:
     """REL-2. The step's own batch holds none of the load's blocks."""
     with join(server.folder, memory, **PACED) as worker:
-        engine = engine_of(worker)
-        keys = stored_here(worker, memory, engine)
-        load(worker, keys, THERE)
-        engine.grant(Direction.RETRIEVE, 2)
-        until(worker, lambda report: "r" in report.received)
+        engine, keys, _number, _locked = released(worker, memory)
         worker.begin_step(num_tokens=1)
         for layer in range(32):
             engine.grant(Direction.RETRIEVE, 2 if layer else 0)
@@ -112,11 +109,7 @@ def test_without_the_wait_the_same_step_reads_what_has_not_landed(server: Server
     """The control of the test above."""
     rules = replace(ALL_RULES, wait_for_released=False)
     with join(server.folder, memory, rules=rules, **PACED) as worker:
-        engine = engine_of(worker)
-        keys = stored_here(worker, memory, engine)
-        load(worker, keys, THERE)
-        engine.grant(Direction.RETRIEVE, 2)
-        until(worker, lambda report: "r" in report.received)
+        engine, keys, _number, _locked = released(worker, memory)
         worker.begin_step(num_tokens=1)
         for layer in range(32):
             worker.wait_layer(layer)

@@ -22,14 +22,13 @@ from rank_driver import (
     RankMemory,
     ServerProcess,
     both_sides,
-    engine_of,
     join,
     keys_of,
     load,
+    released,
     serving,
     settled,
     store,
-    stored_here,
     transfer_of,
     until,
 )
@@ -46,11 +45,7 @@ def test_a_wait_that_reaches_its_bound_fails_that_load_in_the_same_step_by_block
 ) -> None:
     """SAFE-3, SAFE-5: and in every later step whose batch holds one of the blocks, until they are computed anew."""
     with join(server.folder, memory, wait_timeout_s=0.1, **PACED) as worker:
-        engine = engine_of(worker)
-        keys = stored_here(worker, memory, engine)
-        number, _locked = load(worker, keys, THERE)
-        engine.grant(Direction.RETRIEVE, 2)
-        until(worker, lambda report: "r" in report.received)
+        engine, _keys, number, _locked = released(worker, memory)
         held = frozenset(THERE[:3])
         worker.begin_step(num_tokens=1, held_blocks=held)
         worker.wait_layer(0)
@@ -91,11 +86,7 @@ def test_an_abort_in_the_middle_leaves_the_blocks_alone_once_it_has_ended(
 ) -> None:
     """SAFE-1: until the end is reported the blocks may still be written; from then on never."""
     with join(server.folder, memory, **PACED) as worker:
-        engine = engine_of(worker)
-        keys = stored_here(worker, memory, engine)
-        number, _locked = load(worker, keys, THERE)
-        engine.grant(Direction.RETRIEVE, 6)
-        until(worker, lambda report: "r" in report.received)
+        engine, keys, number, _locked = released(worker, memory, windows=6)
         end = time.monotonic() + 10
         while transfer_of(worker, number).query().landed < 3 or not engine.lane(Direction.RETRIEVE).in_flight_bytes:
             assert time.monotonic() < end, "the next windows are not issued"
@@ -157,11 +148,7 @@ def test_a_server_killed_in_the_middle_costs_a_failed_load_within_its_bound(tmp_
 
 def test_a_copy_of_the_workers_own_survives_the_server(server: ServerProcess, memory: RankMemory) -> None:
     with join(server.folder, memory, **(PACED | {"call_timeout_s": 0.5})) as worker:
-        engine = engine_of(worker)
-        keys = stored_here(worker, memory, engine)
-        number, locked = load(worker, keys, THERE)
-        engine.grant(Direction.RETRIEVE, 2)
-        until(worker, lambda report: "r" in report.received)
+        engine, keys, number, locked = released(worker, memory)
         server.kill()
         engine.grant(Direction.RETRIEVE, 1000)
         assert until(worker, lambda report: number in report.loads)[-1].loads[number].ok

@@ -17,14 +17,13 @@ from rank_driver import (
     RankMemory,
     ServerProcess,
     both_sides,
-    engine_of,
     join,
     keys_of,
     load,
+    released,
     serving,
     settled,
     store,
-    stored_here,
     until,
 )
 
@@ -60,11 +59,7 @@ def test_a_transfer_that_outlives_the_lease_keeps_its_objects(tmp_path: Path, me
         serving(tmp_path / "s", "--memory", "1MiB", "--lease", "2s") as server,
         join(server.folder, memory, **PACED) as worker,
     ):
-        engine = engine_of(worker)
-        keys = stored_here(worker, memory, engine)
-        number, _locked = load(worker, keys, THERE)
-        engine.grant(Direction.RETRIEVE, 2)
-        until(worker, lambda report: "r" in report.received)
+        engine, keys, number, _locked = released(worker, memory)
         other_memory = RankMemory()
         with join(server.folder, other_memory, engine="other") as other:
             ended = time.monotonic() + 3
