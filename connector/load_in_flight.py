@@ -22,6 +22,7 @@ class Load:
         ready_layer: layers before it need no further wait in this step.
         failed: why, or "".
         waited_whole: this step began when all of it had landed.
+        was_left: it could have been released, and was left for a later step.
         in_graphs: captured graphs that are replayed wait for it by themselves.
     """
 
@@ -37,6 +38,7 @@ class Load:
     landed: bool = False
     in_graphs: bool = False
     waited_whole: bool = False
+    was_left: bool = False
 
     @property
     def transfer(self) -> Arriving | None:

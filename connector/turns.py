@@ -33,7 +33,6 @@ class Turns:
         self._clock_ns = clock_ns
         self._orders = StepOrders()
         self._released = 0  # in this step, however often it polls
-        self._counted: set[int] = set()
 
     def step_begins(self, orders: StepOrders) -> None:
         """Whatever is released from now on joins the step after this one."""
@@ -51,10 +50,9 @@ class Turns:
             prefills = self._released + sum(began < number for began in weights.prefills)
             behind = sum(one.order.number > number and not one.reported for one in loads)
             if waits_its_turn(plan.compute_ns, prefills, behind, weights.step_fixed_ns):
-                if number not in self._counted:
-                    self._counted.add(number)
+                if not load.was_left:
+                    load.was_left = True
                     self._metrics.count("auto_turns")
                 return True
-        self._counted.discard(number)
         self._released += 1
         return False

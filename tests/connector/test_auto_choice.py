@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,11 +14,8 @@ from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.batch_blocks import Scheduled, StepBatch
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.load_in_flight import Load
-from lamella.connector.observations import HostMarks, Observations
 from lamella.connector.step_forecast import read_profile
-from lamella.connector.step_orders import LoadOrder, LoadPlan, Observed, StepOrders, StepReport, StepWeights
-from lamella.connector.turns import Turns
+from lamella.connector.step_orders import Observed
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto import READER_SHARE
 from lamella.reference.auto_view import Arm
@@ -239,140 +235,3 @@ def test_auto_waits_in_the_forward_pass_and_its_loads_without_a_plan_are_weighed
     settings = ConnectorSettings.from_mapping({"layers_per_slice": " AUTO "})
     assert (settings.is_auto, settings.waits_in_forward) == (True, True)
     assert settings.release_policy == WeighedRelease()
-
-
-# ---------------------------------------------------------------- the worker
-
-
-def weights(prefills: tuple[int, ...] = ()) -> StepWeights:
-    return StepWeights(StallPrice(0), False, prefills, 5 * MS)
-
-
-def step(num_decoding: int = 1, expected_ns: int = 100) -> StepOrders:
-    return StepOrders(num_tokens=1, num_decoding=num_decoding, weights=weights(), expected_ns=expected_ns)
-
-
-class Marks:
-    """Marks at instants that the test names; those beyond `reached` have not come."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self.reached = 10**9
-
-    def mark(self) -> int:
-        return self.now
-
-    def between_ns(self, begin: int, end: int) -> int | None:
-        return end - begin if end <= self.reached else None
-
-
-def test_a_step_is_measured_until_its_layers_are_through() -> None:
-    marks = Marks()
-    seen = Observations(marks)
-    seen.step_begins(step(), waits=False)
-    marks.now = 70
-    seen.step_computed()
-    marks.now = 200  # the host hands a prompt over meanwhile
-    seen.step_begins(step(), waits=False)
-    marks.now = 260
-    seen.step_computed()
-    marks.now = 1_000
-    seen.step_begins(step(expected_ns=0), waits=False)
-    seen.step_computed()
-    assert seen.take() == Observed(steps=2, step_expected_ns=200, step_ns=130)
-
-
-def test_a_step_that_waited_for_a_load_says_nothing_of_computing() -> None:
-    seen = Observations(HostMarks())
-    for orders, waits in ((step(), True), (step(expected_ns=0), False), (StepOrders(num_tokens=1), False)):
-        seen.step_begins(orders, waits=waits)
-        seen.step_computed()
-    assert seen.take() == Observed()
-
-
-def test_a_step_that_computed_nothing_leaves_no_mark_for_the_next() -> None:
-    marks = Marks()
-    seen = Observations(marks)
-    seen.step_begins(step(), waits=False)  # and its forward pass never came
-    seen.step_begins(step(), waits=True)
-    marks.now = 70
-    seen.step_computed()
-    assert seen.take() == Observed()
-
-
-def test_what_the_device_has_not_reached_is_told_later() -> None:
-    marks = Marks()
-    seen = Observations(marks)
-    seen.step_begins(step(), waits=False)
-    marks.now, marks.reached = 50, 10
-    seen.step_computed()
-    assert seen.take() == Observed()
-    marks.reached = 50
-    assert seen.take().step_ns == 50
-
-
-def test_a_load_had_the_link_from_its_first_landing_or_from_the_landing_of_the_one_before() -> None:
-    seen = Observations(HostMarks())
-    seen.load_landed((100, 100, 300), 0, (1_000, 1_100, 1_400))  # stood behind whoever read its blocks
-    assert seen.take() == Observed(loads=1, slices=2, load_bytes=400, load_ns=400)
-    seen.load_landed((100, 100), 1_200, (1_300, 1_500))
-    assert seen.take() == Observed(loads=1, slices=1, load_bytes=100, load_ns=100)
-    seen.load_landed((100, 100), 1_200, (1_250, 1_450))  # told late: its time is in the others'
-    assert seen.take() == Observed()
-
-
-def test_a_load_of_one_slice_had_the_link_from_its_begin() -> None:
-    seen = Observations(HostMarks())
-    seen.load_landed((1_000,), 100, (200,))
-    seen.load_landed((1_000,), 150, (320,))
-    assert seen.take() == Observed(loads=2, slices=2, load_bytes=2_000, load_ns=220)
-
-
-def test_of_several_ranks_the_slowest_counts() -> None:
-    fast, slow = Observed().with_load(4, 100, 10).with_step(50, 40), Observed().with_load(4, 100, 30).with_step(50, 90)
-    for merged in (fast.merged(slow), slow.merged(fast)):
-        assert merged == slow
-    assert StepReport(observed=fast).merged(StepReport(observed=slow)).observed == slow
-    assert not StepReport(observed=fast).is_empty
-
-
-def load(number: int, compute_ms: int = 27, ordered_ns: int = 0) -> Load:
-    plan = LoadPlan(1, WeighedRelease(), compute_ms * MS, 36 * MS)
-    order = LoadOrder(number, f"r{number}", (0,), 0, ((0,),), 256, 0, False, plan)
-    return Load(order, Future(), ordered_ns, frozenset())
-
-
-def test_of_long_prefills_one_is_released_in_a_step_in_the_order_of_the_loads() -> None:
-    metrics, clock = Metrics(), Clock()
-    turns = Turns(metrics, clock)
-    loads = [load(number) for number in range(3)]
-    left = []
-    for _ in range(3):
-        turns.step_begins(step())
-        waiting = [one for one in loads if not one.reported]
-        for one in waiting:
-            is_left = turns.is_left(one, waiting)
-            left.append((one.order.number, is_left))
-            one.reported = not is_left
-    assert left == [(0, False), (1, True), (2, True), (1, False), (2, True), (2, False)]
-    assert metrics.total("auto_turns") == 2
-
-
-def test_short_prefills_and_loads_without_a_plan_wait_for_nobody() -> None:
-    turns = Turns(Metrics(), Clock())
-    short = [load(number, compute_ms=2) for number in range(3)]
-    turns.step_begins(step())
-    assert [turns.is_left(one, short) for one in short] == [False] * 3
-    turns.step_begins(StepOrders())
-    assert not turns.is_left(load(7), [])
-
-
-def test_nobody_waits_for_a_prefill_that_came_after_him_nor_for_ever() -> None:
-    clock = Clock()
-    turns = Turns(Metrics(), clock)
-    turns.step_begins(StepOrders(weights=weights(prefills=(4,))))
-    assert turns.is_left(load(5), [])  # it began when load 4 was the last
-    assert not turns.is_left(load(4), [])
-    turns.step_begins(StepOrders(weights=weights(prefills=(0, 0))))
-    clock.now_ns = 6_000 * MS
-    assert not turns.is_left(load(5), [])

@@ -1,0 +1,94 @@
+"""What a rank measures of steps and of loads."""
+
+from __future__ import annotations
+
+from lamella.connector.observations import HostMarks, Observations
+from lamella.connector.step_orders import Observed, StepOrders, StepReport
+
+
+def step(expected_ns: int = 100) -> StepOrders:
+    return StepOrders(num_tokens=1, num_decoding=1, expected_ns=expected_ns)
+
+
+class Marks:
+    """Marks at instants that the test names; those beyond `reached` have not come."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.reached = 10**9
+
+    def mark(self) -> int:
+        return self.now
+
+    def between_ns(self, begin: int, end: int) -> int | None:
+        return end - begin if end <= self.reached else None
+
+
+def test_a_step_is_measured_until_its_layers_are_through() -> None:
+    marks = Marks()
+    seen = Observations(marks)
+    seen.step_begins(step(), waits=False)
+    marks.now = 70
+    seen.step_computed()
+    marks.now = 200  # the host hands a prompt over meanwhile
+    seen.step_begins(step(), waits=False)
+    marks.now = 260
+    seen.step_computed()
+    marks.now = 1_000
+    seen.step_begins(step(expected_ns=0), waits=False)
+    seen.step_computed()
+    assert seen.take() == Observed(steps=2, step_expected_ns=200, step_ns=130)
+
+
+def test_a_step_that_waited_for_a_load_says_nothing_of_computing() -> None:
+    seen = Observations(HostMarks())
+    for orders, waits in ((step(), True), (step(expected_ns=0), False), (StepOrders(num_tokens=1), False)):
+        seen.step_begins(orders, waits=waits)
+        seen.step_computed()
+    assert seen.take() == Observed()
+
+
+def test_a_step_that_computed_nothing_leaves_no_mark_for_the_next() -> None:
+    marks = Marks()
+    seen = Observations(marks)
+    seen.step_begins(step(), waits=False)  # and its forward pass never came
+    seen.step_begins(step(), waits=True)
+    marks.now = 70
+    seen.step_computed()
+    assert seen.take() == Observed()
+
+
+def test_what_the_device_has_not_reached_is_told_later() -> None:
+    marks = Marks()
+    seen = Observations(marks)
+    seen.step_begins(step(), waits=False)
+    marks.now, marks.reached = 50, 10
+    seen.step_computed()
+    assert seen.take() == Observed()
+    marks.reached = 50
+    assert seen.take().step_ns == 50
+
+
+def test_a_load_had_the_link_from_its_first_landing_or_from_the_landing_of_the_one_before() -> None:
+    seen = Observations(HostMarks())
+    seen.load_landed((100, 100, 300), 0, (1_000, 1_100, 1_400))  # stood behind whoever read its blocks
+    assert seen.take() == Observed(loads=1, slices=2, load_bytes=400, load_ns=400)
+    seen.load_landed((100, 100), 1_200, (1_300, 1_500))
+    assert seen.take() == Observed(loads=1, slices=1, load_bytes=100, load_ns=100)
+    seen.load_landed((100, 100), 1_200, (1_250, 1_450))  # told late: its time is in the others'
+    assert seen.take() == Observed()
+
+
+def test_a_load_of_one_slice_had_the_link_from_its_begin() -> None:
+    seen = Observations(HostMarks())
+    seen.load_landed((1_000,), 100, (200,))
+    seen.load_landed((1_000,), 150, (320,))
+    assert seen.take() == Observed(loads=2, slices=2, load_bytes=2_000, load_ns=220)
+
+
+def test_of_several_ranks_the_slowest_counts() -> None:
+    fast, slow = Observed().with_load(4, 100, 10).with_step(50, 40), Observed().with_load(4, 100, 30).with_step(50, 90)
+    for merged in (fast.merged(slow), slow.merged(fast)):
+        assert merged == slow
+    assert StepReport(observed=fast).merged(StepReport(observed=slow)).observed == slow
+    assert not StepReport(observed=fast).is_empty
