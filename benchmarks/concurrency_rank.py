@@ -129,6 +129,10 @@ class Rank:
         """This thread, which launches, has the quickest core of the share, and this process's others the rest."""
         self._cores.choose()
 
+    def look_at_core(self) -> float | None:
+        """See `HostCores.look`."""
+        return self._cores.look()
+
     def facts_of_cores(self) -> dict[str, Any]:
         """See `HostCores.facts`."""
         return self._cores.facts()

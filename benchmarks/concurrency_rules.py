@@ -4,16 +4,17 @@ A repeat is one observation: its figure is the mean over its counted requests, a
 requests of one repeat are not independent.
 
 On a shared machine the host's speed jumps by as much as 1.8 from one second to the next, and a step with piecewise
-graphs is as long as its launches. So each repeat carries a measure of the host that no arm has a part in: the median
-time in which a prompt was handed to the engine, the same work in every arm. Repeats in which it took `SLOW_HOST` times
-as long as in the cell's quick repeats are set aside, whatever they show.
+graphs is as long as its launches. So each repeat carries measures of the host that no arm has a part in: the median
+time in which a prompt was handed to the engine, and how long a fixed loop took on the core of each thread that drives
+the engine, before and after the repeat. Repeats in which one of them took `SLOW_HOST` times as long as in the cell's
+quick repeats are set aside, whatever they show. Recordings from before the loop have only the first.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 from concurrency_arms import chunk_major_of
@@ -95,29 +96,44 @@ def host_us(row: Row) -> float | None:
     return float(statistics.median(request["queued_us"] for request in row["requests"]))
 
 
-def is_slow(one_us: float, all_us: Sequence[float]) -> bool:
-    """Whether the host was slow in one repeat of a cell, beside all of the cell's."""
-    quick = sorted(all_us)[int(_QUICK_SHARE * (len(all_us) - 1))]
-    return one_us > SLOW_HOST * quick
+def host_measures(row: Row) -> dict[str, float]:
+    """What a repeat says of the host, in microseconds: the hand-over, and the slower look at each process's core."""
+    looks = enumerate(zip(*row.get("probe_us", ()), strict=False))
+    return _hand_over(row) | {f"core of process {number}": max(us) for number, us in looks}
+
+
+def _hand_over(row: Row) -> dict[str, float]:
+    us = host_us(row)
+    return {} if us is None else {"hand-over": us}
+
+
+def slow_of(rows: Sequence[Row], measured: Callable[[Row], Mapping[str, float]]) -> set[int]:
+    """The `id` of those of a cell's repeats, of all its arms, in which the host was slow by one of these measures."""
+    measures = {id(row): measured(row) for row in rows}
+    found: set[int] = set()
+    for name in {name for seen in measures.values() for name in seen}:
+        us = {row: seen[name] for row, seen in measures.items() if name in seen}
+        quick = sorted(us.values())[int(_QUICK_SHARE * (len(us) - 1))]
+        found.update(row for row, one_us in us.items() if one_us > SLOW_HOST * quick)
+    return found
 
 
 def kept(arms: Mapping[str, Sequence[Row]]) -> dict[str, list[Row]]:
     """A cell's repeats by arm without those in which the host was slow, for all arms alike.
 
-    All of them where an arm that has `FEWEST_REPEATS` would not keep as many; arms with fewer keep what they have.
+    Where an arm that has `FEWEST_REPEATS` would not keep as many, those are told by the hand-over alone, and where it
+    still would not, all are kept; arms with fewer keep what they have.
     """
-    everything = {name: list(rows) for name, rows in arms.items()}
-    host = {id(row): us for rows in arms.values() for row in rows if (us := host_us(row)) is not None}
-    all_us = list(host.values())
-    found: dict[str, list[Row]] = {}
-    for name, rows in everything.items():
-        if len(rows) < FEWEST_REPEATS:
-            found[name] = rows
-            continue
-        found[name] = [row for row in rows if id(row) not in host or not is_slow(host[id(row)], all_us)]
-        if len(found[name]) < FEWEST_REPEATS:
-            return everything
-    return found
+    every = [row for rows in arms.values() for row in rows]
+    enough = {name for name, rows in arms.items() if len(rows) >= FEWEST_REPEATS}
+    for measured in (host_measures, _hand_over):
+        slow = slow_of(every, measured)
+        found = {
+            name: [row for row in rows if name not in enough or id(row) not in slow] for name, rows in arms.items()
+        }
+        if all(len(found[name]) >= FEWEST_REPEATS for name in enough):
+            return found
+    return {name: list(rows) for name, rows in arms.items()}
 
 
 def drift_of(values: Sequence[float]) -> float:

@@ -17,7 +17,7 @@ from closed_loop import Served, serve, while_others_decode
 from concurrency_arms import chunk_major_of
 from concurrency_cells import Arm, Cell, Group
 from concurrency_groups import GROUPS
-from concurrency_rules import host_us, is_slow, not_shown_yet, ttft_ms
+from concurrency_rules import not_shown_yet, ttft_ms
 
 SCHEMA_VERSION = 1
 VERIFY_ARMS = (
@@ -106,6 +106,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     engine.cached.clear()
     times: dict[str, list[int]] = {}
     window_ns = requests[-1].at_ns - requests[0].at_ns + _TAIL_NS
+    probes = [engine.cores.keep_quick()]
 
     def measured(loop: Any) -> list[Served]:
         engine.clear()
@@ -124,6 +125,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     end_ns = max(one.token_ns[-1] for one in served)
     until_ns = begin_ns + window_ns if concurrency is None else end_ns
     engine.after_repeat(cell)
+    probes.append(engine.cores.look())
     noted = engine.taken()
     loads = {name if name in engine.cached else name.rsplit("-", 1)[0]: load for name, load in noted["loads"].items()}
     return {
@@ -137,6 +139,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         "wall_us": round((end_ns - begin_ns) / 1e3),
         "window_us": round((until_ns - begin_ns) / 1e3),
         "switch_ms": round(engine.switch_ms, 1),
+        "probe_us": probes,
         "requests": [
             request_row(one, begin_ns, loads.get(one.name, {}), engine.cached.get(one.name, 0)) for one in served
         ],
@@ -244,15 +247,13 @@ class Run:
                 self.engine.fill(cell)
             row = run_repeat(self.engine, cell, self.arms[name], len(seen[name]), self.tag())
             self.write(row)
-            host = [us for rows in seen.values() for one in rows if (us := host_us(one)) is not None]
-            if host and is_slow(host_us(row) or 0.0, host):
-                self.engine.cores.choose()
         self.say(
             f"{cell.name}: {len(plan)} repeats in {time.perf_counter() - begin:.1f} s; mean TTFT ms "
             + ", ".join(
                 f"{name} {sum(map(ttft_ms, rows)) / len(rows):.1f} ({len(rows)})" for name, rows in seen.items() if rows
             )
             + f"; not shown yet: {', '.join(sorted(self._not_shown(cell))) or 'nothing'}"
+            + f"; cores chosen anew {self.engine.cores.chosen_anew} times so far"
         )
 
     def _warm_up(self, cell: Cell) -> None:

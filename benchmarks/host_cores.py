@@ -4,11 +4,13 @@ A step with piecewise graphs takes as long as its launches, and a thread whose c
 launches half as fast. With one rank that thread is this process's first; with tensor parallelism the first thread of
 this process schedules and that of each worker process launches, and each has a share of the cores: one for itself, the
 rest for the other threads of its process. Threads inherit the cores of the thread that makes them: what is made inside
-`shared` gets the other cores. Linux only; where cores are few or unknown nothing is done, and `facts` says why.
+`shared` gets the other cores. A quick core is not quick for long, so `EngineCores.keep_quick` looks before each repeat.
+Linux only; where cores are few or unknown nothing is done, and `facts` says why.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +20,8 @@ from typing import Any, Final
 
 _PROBE_ROUNDS: Final = 20_000
 _FEWEST_CORES: Final = 3
+SLOW_CORE: Final = 1.2
+"""Times the quickest probe of any process: that core is given up. Quick ones differ by 4%, slow ones by 40% or more."""
 
 
 def physical_cores(allowed: Sequence[int], sys_folder: Path = Path("/sys")) -> list[tuple[int, ...]]:
@@ -129,7 +133,7 @@ class HostCores:
             except OSError:
                 continue
             self._cores.append(core)
-            self._took_us[core[0]] = min(_probe_us() for _ in range(3))
+            self._took_us[core[0]] = _shortest_us()
         if len(self._cores) < 2:
             self._why_not = f"{len(self._cores)} of {len(had)} physical cores are left"
             self._cores, self._took_us = [], {}
@@ -137,6 +141,10 @@ class HostCores:
             return
         self._main = min(self._took_us, key=lambda cpu: self._took_us[cpu])
         self._apply()
+
+    def look(self) -> float | None:
+        """How long the probe takes now on the calling thread's own core, in microseconds; None: it has none."""
+        return None if self._main is None else _shortest_us()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -175,6 +183,9 @@ class EngineCores:
 
     def __init__(self, ranks: Callable[..., list[Any]], part: int, parts: int, wanted: bool = True) -> None:
         self._ranks: Callable[..., list[Any]] | None = None
+        self._quickest_us = math.inf
+        self.chosen_anew = 0
+        """How often a slow core was given up."""
         if not (wanted and hasattr(os, "sched_setaffinity")):
             self._own = HostCores((), "not wanted" if not wanted else "this system gives no thread cores of its own")
             return
@@ -202,9 +213,32 @@ class EngineCores:
             self._ranks("choose_cores")
         self._own.choose()
 
+    def look(self) -> list[float]:
+        """As `HostCores.look`, rounded: this process, then each rank in a process of its own. Nothing is in flight.
+
+        vLLM's idle workers poll for a second, so every process is looked at while the others' own cores are busy.
+        """
+        ranks: list[float | None] = [] if self._ranks is None else self._ranks("look_at_core")
+        seen = [round(us, 1) for us in (self._own.look(), *ranks) if us is not None]
+        self._quickest_us = min([self._quickest_us, *seen])
+        return seen
+
+    def keep_quick(self) -> list[float]:
+        """Cores are chosen anew, once, where one has become slow; `look` as it is then. The same before any arm."""
+        seen = self.look()
+        if max(seen, default=0.0) <= SLOW_CORE * self._quickest_us:
+            return seen
+        self.chosen_anew += 1
+        self.choose()
+        return self.look()
+
     def shared(self) -> AbstractContextManager[None]:
         """As `HostCores.shared`, in this process; a rank does so itself."""
         return self._own.shared()
+
+
+def _shortest_us() -> float:
+    return min(_probe_us() for _ in range(3))
 
 
 def _probe_us() -> float:

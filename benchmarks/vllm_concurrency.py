@@ -36,6 +36,7 @@ from concurrency_arms import ARMS, chunk_major_of
 from concurrency_cells import Arm, Cell, Group, joined
 from concurrency_groups import GROUPS
 from concurrency_run import Run
+from host_cores import SLOW_CORE
 
 from lamella.cuda_ext.commit import commit_of
 
@@ -169,6 +170,7 @@ def facts_of(engine: Any, asked: argparse.Namespace) -> dict[str, Any]:
         facts["wire"] = device_facts.wire_rates(engine.torch)
         engine.torch.cuda.empty_cache()
     facts["vllm"], facts["cores"] = vllm.__version__, engine.cores.facts()
+    facts["cores"]["chosen_anew_above"] = SLOW_CORE
     facts["arguments"] = [argument for argument in sys.argv[1:] if not argument.startswith("/")]
     return facts
 

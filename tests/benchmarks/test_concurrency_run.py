@@ -58,10 +58,9 @@ class OneEngine:
     peer = "none"
 
     class Cores:
-        chosen = 0
+        chosen_anew = 0
 
-        def choose(self) -> None:
-            self.chosen += 1
+        def choose(self) -> None: ...
 
     def __init__(self) -> None:
         self.cores = self.Cores()
@@ -174,6 +173,13 @@ def test_no_repeat_is_set_aside_where_an_arm_would_keep_too_few() -> None:
     assert {name: len(rows) for name, rows in kept(arms).items()} == {BASELINE: 4, "fifo_first": 4}
 
 
+def test_where_cores_leave_an_arm_too_few_the_hand_over_alone_tells() -> None:
+    rows = [repeat("fifo_first", number, 9.0, 5_000 if number == 4 else 3_000) for number in range(5)]
+    for number, us in enumerate((700.0, 700.0, 1000.0, 1000.0, 700.0)):
+        rows[number]["probe_us"] = [[us], [us]]
+    assert [row["repeat"] for row in kept({"fifo_first": rows})["fifo_first"]] == [0, 1, 2, 3]
+
+
 def test_what_a_repeat_shows_has_no_part_in_whether_it_counts() -> None:
     arms = {"fifo_first": [repeat("fifo_first", number, 10.0 ** (number + 1)) for number in range(4)]}
     assert len(kept(arms)["fifo_first"]) == 4
@@ -182,6 +188,26 @@ def test_what_a_repeat_shows_has_no_part_in_whether_it_counts() -> None:
 def test_in_an_open_loop_a_late_hand_over_is_no_slow_host() -> None:
     arms = {"fifo_first": [repeat("fifo_first", number, 10.0, 3_000 * (1 + number), rate=9.0) for number in range(5)]}
     assert len(kept(arms)["fifo_first"]) == 5
+
+
+def test_a_repeat_is_set_aside_by_the_core_of_any_process_before_or_after_it() -> None:
+    quick = [[700.0, 690.0, 710.0], [705.0, 700.0, 690.0]]
+    late, other = [[700.0, 690.0, 700.0], [700.0, 690.0, 1000.0]], [[700.0, 1000.0, 700.0], quick[1]]
+    arms = {BASELINE: [quick, quick, other, quick, quick], "fifo_first": [quick, late, quick, quick, quick]}
+    rows = {
+        name: [repeat(name, number, 9.0, rate=9.0) | {"probe_us": one} for number, one in enumerate(looks)]
+        for name, looks in arms.items()
+    }
+    assert {name: [row["repeat"] for row in found] for name, found in kept(rows).items()} == {
+        BASELINE: [0, 1, 3, 4],
+        "fifo_first": [0, 2, 3, 4],
+    }
+
+
+def test_a_repeat_without_looks_at_its_cores_is_judged_by_its_hand_over_alone() -> None:
+    rows = [repeat(BASELINE, number, 9.0, 5_000 if number == 1 else 3_000) for number in range(5)]
+    rows[2]["probe_us"], rows[3]["probe_us"], rows[4]["probe_us"] = [[], []], [[700.0], [700.0]], [[700.0], [990.0]]
+    assert [row["repeat"] for row in kept({BASELINE: rows})[BASELINE]] == [0, 2, 3]
 
 
 def test_drift_is_between_earlier_and_later_repeats() -> None:

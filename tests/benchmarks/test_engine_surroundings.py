@@ -222,9 +222,44 @@ def test_where_cores_are_few_nothing_is_done_and_every_rank_says_why(
     assert len(facts.get("ranks", ())) == (2 if len(devices) == 2 else 0)
 
 
+@pytest.mark.usefixtures("on_two_nodes")
+def test_before_a_repeat_every_process_is_looked_at_and_all_choose_anew_where_one_core_is_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = Executor("cuda:0", "cuda:1")
+    cores = EngineCores(Ranks(workers), 0, 1)
+    chosen: list[HostCores] = []
+    takes = {"own": 700.0, "rank 0": 702.0, "rank 1": 690.0}
+    names = {id(cores._own): "own"}
+    names |= {id(one.__dict__["_concurrency_rank"]._cores): f"rank {one.rank}" for one in workers.workers}
+    monkeypatch.setattr(HostCores, "look", lambda self: takes[names[id(self)]])
+    monkeypatch.setattr(HostCores, "choose", chosen.append)
+    assert cores.keep_quick() == [700.0, 702.0, 690.0]
+    assert not chosen
+    takes["rank 1"] = 1.19 * 690
+    assert cores.keep_quick() == [700.0, 702.0, 821.1]
+    assert not chosen, "as slow as quick cores may be"
+    takes["rank 1"] = 1300.0
+    monkeypatch.setattr(HostCores, "choose", lambda self: (chosen.append(self), takes.update({"rank 1": 900.0})))
+    assert cores.keep_quick() == [700.0, 702.0, 900.0], "chosen anew once, however slow they still are"
+    assert [names[id(one)] for one in chosen] == ["rank 0", "rank 1", "own"]
+    assert cores.chosen_anew == 1
+    assert cores.look() == [700.0, 702.0, 900.0]
+    assert len(chosen) == 3, "to look is not to choose"
+
+
+def test_a_look_is_the_shortest_probe_of_the_core_that_a_thread_has(two_cores: list[int]) -> None:
+    mine = HostCores([(cpu,) for cpu in two_cores])
+    assert mine.look() is None
+    mine.choose()
+    assert mine.look() == 1.0
+    assert os.sched_getaffinity(0) == {two_cores[1]}
+
+
 def test_where_nothing_is_wanted_no_rank_is_asked() -> None:
     cores = EngineCores(lambda name, *_more: pytest.fail(f"{name} was called"), 0, 1, wanted=False)
     cores.choose()
+    assert cores.keep_quick() == cores.look() == []
     assert cores.facts() == {"cores": [], "main": None, "probe_us": {}, "why_not": "not wanted"}
 
 
