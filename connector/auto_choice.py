@@ -268,11 +268,10 @@ class AutoChoice:
             if one.request in self._numbers:
                 self._ledger.joined(self._numbers.pop(one.request))
                 self._released.pop(one.request, None)
-            request = requests.get(one.request)
-            num_tokens = request.num_tokens if request is not None else one.end
+            num_tokens = one.num_tokens(requests)
             left = num_tokens - one.end
-            if one.request in self._decoding and num_tokens - one.computed <= 1:  # with drafts behind it or without
-                decoding, context = decoding + 1, context + one.end
+            if one.request in self._decoding and one.decodes(num_tokens):
+                decoding, context = decoding + one.new, context + one.end
             else:
                 prefills.append((one.computed, one.new))
                 self._first_tokens += left <= 0

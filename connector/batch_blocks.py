@@ -9,7 +9,7 @@ of a step unless somebody asks for each.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import compress
 from typing import Any, NamedTuple
 
@@ -27,6 +27,15 @@ class Scheduled(NamedTuple):
     def end(self) -> int:
         """Tokens that are there after the step."""
         return self.computed + self.new
+
+    def num_tokens(self, requests: Mapping[str, Any]) -> int:
+        """Of its request, by the engine's; of one that is not among them, those that are there after the step."""
+        request = requests.get(self.request)
+        return self.end if request is None else int(request.num_tokens)
+
+    def decodes(self, num_tokens: int) -> bool:
+        """Whether a request of so many tokens lacks none but its last, and maybe drafts of what comes behind it."""
+        return num_tokens - self.computed <= 1
 
 
 class StepBatch:

@@ -1,13 +1,17 @@
 """How long a request's prefill, a step and a load will take: a profile's times, put right by what workers observe.
 
 One forecast for everybody who needs one: `auto` chooses by it, and a release just in time (`jit`) is timed by it.
+
+Only steps of prefills are learned from. Of a request that decodes beside them with drafts, each token is computed as
+another request's would be, over a context that is read once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from lamella.connector.batch_blocks import StepBatch
 from lamella.connector.engine_facts import EngineFacts
@@ -75,14 +79,23 @@ class StepForecast:
         load_ns = self.policy.load_ns(load_tokens, num_slices, self.correction)
         return LoadPlan(None, self._settings.release_policy, compute_ns, load_ns)
 
-    def expected_ns(self, batch: StepBatch) -> int:
-        """The profile's time of the step, uncorrected; 0 where nobody computes more than a token."""
+    def expected_ns(self, batch: StepBatch, requests: Mapping[str, Any]) -> int:
+        """The profile's time of the step, uncorrected; 0 where it is no step of prefills, and not to be measured.
+
+        Args:
+            batch: of the step.
+            requests: the engine's, by name.
+        """
         if batch.num_tokens == len(batch.names):
             return 0
-        parts = batch.all()
-        prefills = [(one.computed, one.new) for one in parts if one.new > 1]
-        ends = [one.end for one in parts if one.new == 1]
-        return self.policy.step_ns(prefills, len(ends), sum(ends))
+        prefills: list[tuple[int, int]] = []
+        decoding = context = 0
+        for one in batch.all():
+            if one.decodes(one.num_tokens(requests)):
+                decoding, context = decoding + one.new, context + one.end
+            else:
+                prefills.append((one.computed, one.new))
+        return self.policy.step_ns(prefills, decoding, context) if prefills else 0
 
     def observed(self, observed: Observed) -> None:
         """The workers' measurements correct the profile."""

@@ -225,7 +225,7 @@ class SchedulerSide:
         if self._auto is not None:
             expected_ns = self._auto.expected_ns
         elif self._forecast is not None:
-            expected_ns = self._forecast.expected_ns(batch)
+            expected_ns = self._forecast.expected_ns(batch, self._requests)
         num_decoding = batch.num_decoding
         wants_report = bool(self.book.num_held) or (bool(self._loads) and self._wants_hand_outs)
         if not (loads or stores or fetches or cancels or released or flushes or held or rewritten or wants_report):

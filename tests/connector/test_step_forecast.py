@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from connector.test_quiet_steps import Engine
 from connector.test_vllm_scheduler import Request, done
@@ -106,6 +108,38 @@ def test_only_steps_in_which_somebody_computes_several_tokens_are_measured() -> 
     engine.add("a", 100)
     assert engine.step(a=100).expected_ns > 0
     assert engine.step(a=1).expected_ns == 0
+
+
+PART = st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.integers(0, 5), st.sampled_from([100, 400, 600]))
+
+
+@given(st.lists(st.lists(PART, max_size=3, unique_by=lambda part: part[0]), max_size=8))
+def test_steps_are_measured_by_what_they_compute_of_prompts_and_of_drafts(
+    steps: list[list[tuple[str, int, int, int]]],
+) -> None:
+    """Of each request in a step: drafts behind its last token, how many of them are right, and a prompt's next part."""
+    engines = [Engine(release="jit"), Engine(layers_per_slice="auto", profile="h200-llama-3.1-8b")]
+    policy = StepForecast(JIT, engines[0].side._facts).policy
+    for engine in engines:
+        for name in "abc":
+            engine.add(name, 1_200)
+    for step in steps:
+        for engine in engines:
+            scheduled, right, prefills, decoding, context = {}, {}, [], 0, 0
+            for name, drafts, accepted, part in step:
+                computed, num_tokens = engine.computed.get(name, 0), engine.requests[name].num_tokens
+                if computed and num_tokens - computed == 1:
+                    scheduled[name], right[name] = 1 + drafts, min(accepted, drafts)
+                    decoding, context = decoding + 1 + drafts, context + computed + 1 + drafts
+                else:
+                    scheduled[name] = min(part, num_tokens - computed)
+                    prefills.append((computed, scheduled[name]))
+            found = engine.step(**scheduled).expected_ns
+            assert found == (policy.step_ns(prefills, decoding, context) if prefills else 0)
+            for name, accepted in right.items():
+                engine.computed[name] += accepted + 1 - scheduled[name]
+                missing = engine.computed[name] + 1 - engine.requests[name].num_tokens
+                engine.requests[name].all_token_ids += [7] * missing
 
 
 def test_what_the_workers_observe_corrects_the_forecast() -> None:
