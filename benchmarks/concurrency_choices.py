@@ -1,4 +1,4 @@
-"""What the arm that chooses foresaw and what came of it, and what each recording says by itself."""
+"""What the arm that chooses foresaw and what came of it, and how far that is from what the link allows."""
 
 from __future__ import annotations
 
@@ -31,5 +31,26 @@ def choices_table(cells: Mapping[str, CellFigures], commits: Mapping[str, str]) 
             beside = "-" if regret is None else f"{regret[0]:+.1%} ({regret[1]})"
             text.append(
                 f"| {name} | {commits.get(name, '-')} | {mine.ttft.value:.1f} | {beside} | {' | '.join(told)} |"
+            )
+    return "\n".join(text) + "\n"
+
+
+def link_table(cells: Mapping[str, CellFigures]) -> str:
+    """Of the arm that chooses, where several requests share the link: its first tokens beside the link's floor."""
+    text = [
+        "### the arm that chooses: the least mean time to first token that the link allows for its arrivals",
+        "",
+        "| cell | arm | an idle link, ms | behind others | link floor | last layer landed | TTFT | floor's share |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, cell in sorted(cells.items()):
+        for arm in chosen_of(cell) if cell.cell["concurrency"] > 1 else ():
+            mine = cell.arms[arm]
+            if mine.link_floor is None or mine.link_behind_ms is None or mine.last_layer_ms is None:
+                continue
+            floor, ttft = mine.link_floor.value, mine.ttft.value
+            text.append(
+                f"| {name} | {arm} | {floor - mine.link_behind_ms:.1f} | {mine.link_behind_ms:.1f} | {floor:.1f} | "
+                f"{mine.last_layer_ms:.1f} | {ttft:.1f} | {floor / ttft:.0%} |"
             )
     return "\n".join(text) + "\n"

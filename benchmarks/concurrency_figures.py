@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 from concurrency_arms import chunk_major_of
+from concurrency_link import Link, floor_of, link_of, raw_bytes_per_us
 from concurrency_rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
 
 
@@ -32,6 +33,8 @@ class ArmFigures:
         slices: of how many loads, over all requests, so many slices landed apart; by their number.
         predicted_ms: the time to first token that `auto` foresaw when it chose; None where it was not recorded.
         predicted_regret: by which share it foresaw a later first token than by the way best for the request alone.
+        link_floor: the least mean time to first token that the link allows for these arrivals; None: no load.
+        link_behind_ms: of it, behind others' loads.
     """
 
     ttft: Mean
@@ -58,6 +61,8 @@ class ArmFigures:
     slices: Mapping[int, int] = field(default_factory=dict)
     predicted_ms: float | None = None
     predicted_regret: float | None = None
+    link_floor: Mean | None = None
+    link_behind_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,7 @@ class CellFigures:
     Attributes:
         transfer_ms, prefill_ms: T and P as the run itself shows them; None where it does not.
         drift: between the earlier and the later repeats of the opening arm.
+        link: what the arms' floors are reckoned with; None where nothing was loaded.
     """
 
     cell: Mapping[str, Any]
@@ -75,6 +81,7 @@ class CellFigures:
     drift: float
     transfer_ms: float | None
     prefill_ms: float | None
+    link: Link | None = None
 
     @property
     def ceiling(self) -> float | None:
@@ -116,33 +123,44 @@ def is_flawed(row: Row) -> bool:
 
 
 def figures_of(rows: Iterable[Row]) -> dict[str, CellFigures]:
-    """Every cell by name, from `repeat` lines; a line that came twice counts once, the later one."""
+    """Every cell by name, from `repeat` lines; a line that came twice counts once, the later one.
+
+    The `engine` line before them says how quick raw copies were.
+    """
     latest: dict[tuple[str, str, int], Row] = {}
+    copies: dict[str, float] = defaultdict(float)
+    raw = 0.0
     for row in rows:
-        if row["kind"] == "repeat":
-            latest[row["cell"]["name"], row["arm"], row["repeat"]] = row
+        if row["kind"] == "engine":
+            raw = raw_bytes_per_us(row)
+        elif row["kind"] == "repeat":
+            name = row["cell"]["name"]
+            latest[name, row["arm"], row["repeat"]] = row
+            copies[name] = max(copies[name], raw)
     by_cell: dict[str, dict[str, list[Row]]] = defaultdict(lambda: defaultdict(list))
     for (cell, arm, _repeat), row in sorted(latest.items(), key=lambda item: item[0]):
         by_cell[cell][arm].append(row)
-    return {name: _cell(arms) for name, arms in by_cell.items()}
+    return {name: _cell(arms, copies[name]) for name, arms in by_cell.items()}
 
 
-def _cell(every: Mapping[str, list[Row]]) -> CellFigures:
+def _cell(every: Mapping[str, list[Row]], raw: float) -> CellFigures:
     arms = kept(every)
-    figures = {name: _arm(rows, len(every[name]) - len(rows)) for name, rows in arms.items()}
+    link = link_of([row for rows in every.values() for row in rows], raw)
+    figures = {name: _arm(rows, len(every[name]) - len(rows), link) for name, rows in arms.items()}
     chunk_major = [name for name in chunk_major_of(figures) if name in figures]
     baseline = min(chunk_major or sorted(figures), key=lambda name: figures[name].ttft.value)
     drift = drift_of([ttft_ms(row) for row in in_time(arms.get(chunk_major_of(figures)[0], ()))])
     transfer, prefill = _transfer_and_prefill_ms(arms)
     cell = next(iter(arms.values()))[0]["cell"]
-    return CellFigures(cell, figures, baseline, drift, transfer, prefill)
+    return CellFigures(cell, figures, baseline, drift, transfer, prefill, link)
 
 
-def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
+def _arm(rows: Sequence[Row], set_aside: int, link: Link | None) -> ArmFigures:
     requests = [request for row in rows for request in counted(row)]
     pooled = sorted((request["token_us"][0] - request["queued_us"]) / 1e3 for request in requests)
     loaded = [request for request in requests if request.get("landed_us")]
     foreseen = [request for request in requests if "predicted_us" in request]
+    floors = [floor_of(row, link) for row in rows] if loaded and link is not None else []
     gpu = [step[5] for row in rows for step in row["steps"] if step[5] is not None]
     wall_us = sum(row["wall_us"] for row in rows)
     others = [gap for row in rows if (gap := _bystander_tpot_ms(row)) is not None]
@@ -173,6 +191,8 @@ def _arm(rows: Sequence[Row], set_aside: int) -> ArmFigures:
         slices=Counter(len(set(one["landed_us"])) for row in rows for one in row["requests"] if one.get("landed_us")),
         predicted_ms=_mean_of([_predicted_ms(one) for one in foreseen]),
         predicted_regret=_mean_of([one["regret"] for one in foreseen]),
+        link_floor=Mean.of([floor.ttft_ms for floor in floors]) if floors else None,
+        link_behind_ms=_mean_of([floor.behind_others_ms for floor in floors]),
     )
 
 

@@ -158,6 +158,12 @@ def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: fl
             if best is not None:
                 ratio = cell.arms[best].ttft.value / cell.arms[base].ttft.value - 1
                 measured += f"; best of the others {best} {ratio:+.1%}"
+            floor = cell.arms[arm].link_floor
+            if not reached and floor is not None:
+                measured += (
+                    f"; {before * (1 + goal):.1f} ms were wanted, and the link alone needs {floor.value:.1f} for these "
+                    "arrivals"
+                )
             yield Line(f"{what}, {arm}", aim, measured, state)
 
 

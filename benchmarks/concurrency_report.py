@@ -24,8 +24,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from concurrency_choices import choices_table
-from concurrency_figures import CellFigures, figures_of, verdicts_of
+from concurrency_choices import choices_table, link_table
+from concurrency_figures import ArmFigures, CellFigures, figures_of, verdicts_of
 from concurrency_goals import (
     cells_table,
     differences_table,
@@ -34,6 +34,7 @@ from concurrency_goals import (
     goals_table,
     predictions_of,
 )
+from concurrency_link import Link
 from concurrency_rules import Mean, Row
 from concurrency_two_gpus import beside_one_gpu
 
@@ -109,12 +110,12 @@ def table(cell: CellFigures) -> str:
         f"### {spec['name']}",
         "",
         f"T {transfer} ms, P {prefill} ms, ceiling of one request alone {ceiling}, hit fraction {share:.0%}, baseline "
-        f"{cell.baseline}, drift {cell.drift:.1%}",
+        f"{cell.baseline}, drift {cell.drift:.1%}{_rate(cell.link)}",
         "",
         "| arm | n | aside | TTFT mean ± se | change | p50 | p99 | first layer | all landed | e2e | TPOT | req/s "
-        "| stall | held | unnoticed | not admitted | load p50, p90, longest | link | GPU | peak in flight "
+        "| link floor | stall | held | unnoticed | not admitted | load p50, p90, longest | link | GPU | peak in flight "
         "| bystanders' TPOT |",
-        "|---|" + "---|" * 20,
+        "|---|" + "---|" * 21,
     ]
     for name, arm in sorted(cell.arms.items(), key=lambda item: item[1].ttft.value):
         change = cell.change(name)
@@ -127,7 +128,7 @@ def table(cell: CellFigures) -> str:
             f"| {name} | {arm.ttft.repeats} | {arm.set_aside} | {_pm(arm.ttft)} | {text} | {arm.p50:.1f} | "
             f"{arm.p99:.1f} | "
             f"{_or_dash(arm.first_layer_ms)} | {_or_dash(arm.last_layer_ms)} | {_pm(arm.e2e)} | {arm.tpot.value:.2f} | "
-            f"{arm.requests_per_s.value:.2f} | {arm.host_stall_ms:.1f} | "
+            f"{arm.requests_per_s.value:.2f} | {_floor(arm)} | {arm.host_stall_ms:.1f} | "
             f"{_or_dash(arm.held_ms)} | {_or_dash(arm.unnoticed_ms)} | {_or_dash(arm.unadmitted_ms)} | "
             f"{', '.join(f'{ms:.1f}' for ms in arm.loads_ms) or '-'} | {arm.link_busy:.0%} | "
             f"{'-' if arm.gpu_busy is None else f'{arm.gpu_busy:.0%}'} | {arm.peak_in_flight_bytes / 1e6:.0f} MB | "
@@ -176,6 +177,16 @@ def _pm(mean: Mean) -> str:
     return f"{mean.value:.1f} ± {mean.error:.1f}"
 
 
+def _floor(arm: ArmFigures) -> str:
+    return (
+        "-" if arm.link_floor is None else f"{arm.link_floor.value:.1f} ({arm.link_floor.value / arm.ttft.value:.0%})"
+    )
+
+
+def _rate(link: Link | None) -> str:
+    return "" if link is None else f", link {link.bytes_per_us / 1e3:.1f} GB/s by its {link.shown_by}"
+
+
 def _or_dash(value: float | None) -> str:
     return "-" if value is None else f"{value:.1f}"
 
@@ -211,6 +222,7 @@ def _plain(cell: CellFigures) -> Mapping[str, Any]:
         "drift": cell.drift,
         "transfer_ms": cell.transfer_ms,
         "prefill_ms": cell.prefill_ms,
+        "link": None if cell.link is None else cell.link._asdict(),
         "ceiling": cell.ceiling,
         "arms": arms,
         "changes": changes,
@@ -258,6 +270,7 @@ def main() -> int:
     print(differences_table(cells))
     print(cells_table(cells, predicted))
     print(choices_table(cells, commits_of(runs)))
+    print(link_table(cells))
     print(goals_table([*goals(cells, verdicts, rows), *beside_one_gpu(cells)]))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")

@@ -70,8 +70,12 @@ def phrases(now: Cells, given_up: Cells, older: Cells, two: Cells) -> list[str]:
     ceiling, fifo, heavy = one.cell.ceiling or 0, one.arm(FIFO), "auto_heavy_full_graphs"
     of_weights = [answer.change("tpot", f"auto{weight}_full_graphs").value for weight in ("_light", "", "_heavy")]
     weights = [answer.ms(f"auto{weight}_full_graphs") for weight in ("_light", "", "_heavy")]
-    half = small.cell
+    half, bound = small.cell, small.arm()
     assert half.transfer_ms
+    assert bound.link_floor
+    assert bound.link_behind_ms is not None
+    assert bound.last_layer_ms
+    floor, wanted = bound.link_floor.value, 0.55 * small.base.ttft.value
     assert alone_small.transfer_ms
     assert alone_small.prefill_ms
     return [
@@ -107,7 +111,13 @@ def phrases(now: Cells, given_up: Cells, older: Cells, two: Cells) -> list[str]:
         f"T is {half.transfer_ms:.1f} ms, {half.transfer_ms / small.arm().ttft.value:.0%} of `auto`'s {small.ms()}, "
         f"and the prefill only {half.prefill_ms:.1f} ({alone_small.prefill_ms:.1f} at one user, T/P "
         f"{alone_small.transfer_ms / alone_small.prefill_ms:.2f}): the link is busy for {small.arm().link_busy:.0%} of "
-        f"the time. One request alone could save {half.ceiling:.0%}.",
+        f"the time. One request alone could save {half.ceiling:.0%}. For these arrivals the link alone needs "
+        f"{floor:.1f} ms in the mean, {floor / small.arm().ttft.value:.0%} of the {small.ms()}, whatever goes first: "
+        f"{floor - bound.link_behind_ms:.1f} of a request's own and {bound.link_behind_ms:.1f} behind others', "
+        f"where it is {four.arm().link_behind_ms:.1f} with 768 new. Its last "
+        f"layer landed after {bound.last_layer_ms:.1f}, and its first token came "
+        f"{bound.ttft.value - bound.last_layer_ms:.1f} later. The aim was {wanted:.1f}, which leaves "
+        f"{wanted - floor:.1f} for all but the link.",
         f"Busy for {eight.arm().gpu_busy:.0%} and {eight.arm().link_busy:.0%} of the time. TPOT is "
         f"{eight.arm().tpot.value:.1f} ms instead of {eight.base.tpot.value:.1f}",
         f"whole answers are shorter, {eight.percent('e2e')}, not shown",

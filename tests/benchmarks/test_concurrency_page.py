@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from concurrency_choices import choices_table
+from concurrency_choices import choices_table, link_table
 from concurrency_figures import figures_of, verdicts_of
 from concurrency_goals import Line, differences_table, gains_table, goals, goals_table
 from concurrency_report import commit_of, commits_of, each_run, newest, read, summary
@@ -115,6 +115,7 @@ def wanted(recorded: Recorded) -> Tables:
         "Goals and what was measured": _goals(joined),
         "What each arm gains": _gains(joined),
         "`auto`": _choices(runs),
+        "What bounds it": _rows(link_table(figures_of(joined))),
         "Two GPUs, tensor parallel 2": [
             *_goals(two, (joined, recorded[LATEST])), *_rows(goals_table(older)), *_gains(two), *_choices([two]),
         ],
@@ -171,6 +172,7 @@ def test_what_one_thing_changes_is_as_recorded(page: str, recorded: Recorded) ->
         ("+1.6 ± 3.6 points", "+0.6 ± 3.6 points"),
         ("+9.9 ± 10.1 points", "+9.9 ± 1.1 points"),
         ("101.3 → 44.0", "101.3 → 41.0"),
+        ("| 44.1 | 51.8 |", "| 54.1 | 51.8 |"),
     ],
 )
 def test_a_figure_that_no_recording_holds_or_that_is_missing_is_noticed(
