@@ -8,7 +8,8 @@ A change counts only where the standard errors of both arms are at most 2%, the 
 baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
 shown" and why. Last come the goals beside what was measured, and what one thing at a time changes. Runs of one engine
 are joined; of runs of several commits `--newest` takes each cell from the last run named that has it, and `--each`
-writes what every run says by itself.
+writes what every run says by itself. Two GPUs stand beside one GPU's cell of their own commit where one has the same
+T/P, whichever run is the last.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from concurrency_goals import (
 )
 from concurrency_link import Link
 from concurrency_rules import Mean, Row
-from concurrency_two_gpus import beside_one_gpu
+from concurrency_two_gpus import beside_one_gpu, on_two_gpus
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
@@ -82,6 +83,11 @@ def commits_of(runs: Sequence[Sequence[Row]]) -> dict[str, str]:
 def commit_of(rows: Sequence[Row]) -> str:
     """A run's commit as seven digits; of a run of several, all of them."""
     return "+".join(sorted({str(row["commit"])[:7] for row in rows if row["kind"] == "engine"})) or "-"
+
+
+def by_run(runs: Sequence[Sequence[Row]]) -> list[tuple[str, Mapping[str, CellFigures]]]:
+    """Of each run its commit and its cells."""
+    return [(commit_of(rows), figures_of(rows)) for rows in runs]
 
 
 def each_run(runs: Mapping[str, Sequence[Row]]) -> str:
@@ -271,7 +277,8 @@ def main() -> int:
     print(cells_table(cells, predicted))
     print(choices_table(cells, commits_of(runs)))
     print(link_table(cells))
-    print(goals_table([*goals(cells, verdicts, rows), *beside_one_gpu(cells)]))
+    beside = beside_one_gpu(by_run(runs)) if any(map(on_two_gpus, cells)) else []
+    print(goals_table([*goals(cells, verdicts, rows), *beside]))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
     if asked.each:

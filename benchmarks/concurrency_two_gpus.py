@@ -1,14 +1,14 @@
 """What several GPUs gain beside what one does, where transfer and prefill stand to each other alike.
 
 With tensor parallelism each rank moves and computes its share of the heads. Transfer time T halves and prefill time P
-does not quite, so the same workload has another T/P there, and gains are compared at the nearest one.
+does not quite, so the same workload has another T/P there, and gains are compared at the same one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
 from concurrency_figures import CellFigures
 from concurrency_goals import Line, baseline_of, chosen_of
@@ -27,40 +27,79 @@ _ALIKE: Final = (
 """What both workloads have in common."""
 
 
-def beside_one_gpu(cells: Mapping[str, CellFigures]) -> list[Line]:
-    """The gain of four requests at once on two GPUs, of each arm that chooses, beside one GPU's at the nearest T/P.
+class Recorded(NamedTuple):
+    """A cell, and the commit that was measured."""
 
-    Empty unless the cells are of both kinds.
+    cell: CellFigures
+    commit: str
+
+
+def on_two_gpus(name: str) -> bool:
+    """Whether a cell of that name is one of two GPUs."""
+    return _ON_TWO in name
+
+
+def beside_one_gpu(runs: Iterable[tuple[str, Mapping[str, CellFigures]]]) -> list[Line]:
+    """The gain of four requests at once on two GPUs, of each arm that chooses, beside one GPU's.
+
+    Of one GPU's cells those at the same T/P go first, of these those of the same commit, and of these the nearest.
+
+    Args:
+        runs: each recording's commit and cells by name; of a name the last recording counts, and to stand beside two
+            GPUs the last one of their commit too. A commit "-" is not known.
+
+    Returns:
+        A line for each such arm; none unless there are cells of both kinds.
     """
-    ones = [cell for name, cell in cells.items() if _ON_TWO not in name]
-    twos = [cell for name, cell in cells.items() if _ON_TWO in name and cell.cell["concurrency"] == CONCURRENCY]
-    return [line for two in twos for arm in chosen_of(two) for line in _lines(two, ones, arm)]
+    newest: dict[str, Recorded] = {}
+    of_commit: dict[tuple[str, str], Recorded] = {}
+    for commit, cells in runs:
+        for name, cell in cells.items():
+            newest[name] = of_commit[commit, name] = Recorded(cell, commit)
+    lines: list[Line] = []
+    for name, two in newest.items():
+        if not on_two_gpus(name) or two.cell.cell["concurrency"] != CONCURRENCY:
+            continue
+        ones = [*newest.values(), *(one for (commit, _name), one in of_commit.items() if commit == two.commit)]
+        for arm in chosen_of(two.cell):
+            lines += _lines(two, [one for one in ones if not on_two_gpus(one.cell.cell["name"])], arm)
+    return lines
 
 
-def _lines(two: CellFigures, ones: Iterable[CellFigures], arm: str) -> Iterable[Line]:
-    mine, ratio = _gain(two, arm), two.transfer_over_prefill
+def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
+    mine, ratio = _gain(two.cell, arm), two.cell.transfer_over_prefill
     if mine is None or ratio is None:
         return
     found = [
-        (abs(math.log(other / ratio)), other, gain, str(one.cell["name"]))
+        (
+            max(ratio / other, other / ratio) > SAME_RATIO,
+            one.commit != two.commit or one.commit == "-",
+            abs(math.log(other / ratio)),
+            str(one.cell.cell["name"]),
+            other,
+            gain,
+            one.commit,
+        )
         for one in ones
-        if all(one.cell.get(name) == two.cell.get(name) for name in _ALIKE)
-        and (gain := _gain(one, arm)) is not None
-        and (other := one.transfer_over_prefill) is not None
+        if all(one.cell.cell.get(name) == two.cell.cell.get(name) for name in _ALIKE)
+        and (gain := _gain(one.cell, arm)) is not None
+        and (other := one.cell.transfer_over_prefill) is not None
     ]
     if not found:
         return
-    _apart, other, gain, name = min(found)
+    another_ratio, another_commit, _apart, name, other, gain, commit = min(found)
     smaller, error = mine.value - gain.value, math.hypot(mine.error, gain.error)
     reasons = [f"{whose} {one.why_not}" for whose, one in (("two GPUs:", mine), ("one:", gain)) if not one.shown]
-    if max(ratio / other, other / ratio) > SAME_RATIO:
+    if another_ratio:
         reasons.insert(0, "T/P is not the same")
     state = "reached" if smaller <= MOST_POINTS_SMALLER else "missed"
+    spec = two.cell.cell
     yield Line(
-        f"two GPUs beside one, C = {CONCURRENCY}, {two.cell['hit']:,} + {two.cell['new']:,}, {arm}",
+        f"two GPUs beside one, C = {CONCURRENCY}, {spec['hit']:,} + {spec['new']:,}, {arm}",
         f"gain at most {100 * MOST_POINTS_SMALLER:.0f} points smaller at the same T/P",
-        f"{mine.value:+.1%} ± {mine.error:.1%} at T/P {ratio:.2f}, one GPU {gain.value:+.1%} ± {gain.error:.1%} at "
-        f"{other:.2f} in {name}: {100 * smaller:+.1f} ± {100 * error:.1f} points",
+        f"{mine.value:+.1%} ± {mine.error:.1%} at T/P {ratio:.2f} ({two.commit}), one GPU {gain.value:+.1%} ± "
+        f"{gain.error:.1%} at {other:.2f} in {name} ({commit if another_commit else 'same commit'}): "
+        f"{100 * smaller:+.1f} ± {100 * error:.1f} points",
         f"not shown: {'; '.join(reasons)}" if reasons else state,
     )
 

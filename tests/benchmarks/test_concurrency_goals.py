@@ -233,9 +233,10 @@ def at_ratio(name: str, ratio: float, ttft: float, arm: str = "auto_full_graphs"
     return rows
 
 
-def beside(*cells: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    lines = beside_one_gpu(figures_of([row for rows in cells for row in rows]))
-    return [(line.measured, line.state) for line in lines]
+def beside(*cells: list[dict[str, Any]], commits: str = "") -> list[tuple[str, str]]:
+    """What is said of these recordings, each of one cell, of these commits; all of commit "a" where none are named."""
+    runs = [(commit, figures_of(rows)) for commit, rows in zip(commits or "a" * len(cells), cells, strict=True)]
+    return [(line.measured, line.state) for line in beside_one_gpu(runs)]
 
 
 NEAR, FAR = at_ratio("near", 0.8, 45.0), at_ratio("far", 1.2, 30.0)
@@ -246,8 +247,45 @@ NEAR, FAR = at_ratio("near", 0.8, 45.0), at_ratio("far", 1.2, 30.0)
 def test_two_gpus_are_held_against_one_at_the_nearest_ratio(ttft: float, points: str, state: str) -> None:
     ((measured, found),) = beside(FAR, NEAR, at_ratio("c_two_gpus_full", 0.75, ttft))
     assert found == state
-    assert measured.startswith(f"{ttft / 100 - 1:+.1%} ± 0.0% at T/P 0.75, one GPU -55.0% ± 0.0% at 0.80 in near: ")
-    assert measured.endswith(f": {points} ± 0.0 points")
+    assert measured == (
+        f"{ttft / 100 - 1:+.1%} ± 0.0% at T/P 0.75 (a), one GPU -55.0% ± 0.0% at 0.80 in near (same commit): "
+        f"{points} ± 0.0 points"
+    )
+
+
+def one_gpus(*cells: list[dict[str, Any]], commits: str) -> str:
+    """The cell that two GPUs, of the last of these recordings, are held against."""
+    ((measured, _state),) = beside(*cells, commits=commits)
+    return measured.partition("one GPU ")[2].partition(" points")[0]
+
+
+def test_two_gpus_are_held_against_one_of_the_same_commit_where_one_has_the_same_ratio() -> None:
+    two = at_ratio("c_two_gpus_full", 0.75, 46.0)
+    nearer, near, later = at_ratio("nearer", 0.75, 40.0), at_ratio("near", 0.8, 45.0), at_ratio("near", 0.76, 47.0)
+    assert one_gpus(near, nearer, two, commits="abb").startswith("-60.0% ± 0.0% at 0.75 in nearer (same commit)")
+    assert one_gpus(nearer, near, two, commits="abb").startswith("-55.0% ± 0.0% at 0.80 in near (same commit)")
+    assert one_gpus(near, nearer, two, commits="aab").startswith("-60.0% ± 0.0% at 0.75 in nearer (a)")
+    assert one_gpus(near, later, two, commits="bab").startswith("-55.0% ± 0.0% at 0.80 in near (same commit)"), (
+        "the recording of another commit is the later one of the same cell"
+    )
+    assert one_gpus(near, later, two, commits="aab").startswith("-53.0% ± 0.0% at 0.76 in near (a)"), "the later one"
+    assert one_gpus(near, later, two, commits="bbb").startswith("-53.0% ± 0.0% at 0.76 in near (same commit)")
+    assert one_gpus(near, two, commits="--").startswith("-55.0% ± 0.0% at 0.80 in near (-)"), "nobody knows"
+
+
+def test_of_two_gpus_too_the_later_recording_counts() -> None:
+    first, second = at_ratio("c_two_gpus_full", 0.75, 46.0), at_ratio("c_two_gpus_full", 0.75, 51.0)
+    ((measured, state),) = beside(first, NEAR, second, commits="aab")
+    assert measured.startswith("-49.0% ± 0.0% at T/P 0.75 (b), one GPU -55.0% ± 0.0% at 0.80 in near (a): +6.0")
+    assert state == "missed"
+
+
+def test_the_same_ratio_of_another_commit_goes_before_another_ratio_of_the_same() -> None:
+    two = at_ratio("c_two_gpus_full", 0.75, 46.0)
+    assert one_gpus(NEAR, FAR, two, commits="abb").startswith("-55.0% ± 0.0% at 0.80 in near (a)")
+    further = at_ratio("further", 0.4, 45.0)
+    assert one_gpus(further, FAR, two, commits="abb").startswith("-70.0% ± 0.0% at 1.20 in far (same commit)")
+    assert beside(further, FAR, two, commits="abb")[0][1] == "not shown: T/P is not the same"
 
 
 def test_two_gpus_are_not_held_against_another_ratio_workload_or_noise() -> None:

@@ -11,7 +11,7 @@ import pytest
 from concurrency_choices import choices_table, link_table
 from concurrency_figures import figures_of, verdicts_of
 from concurrency_goals import Line, differences_table, gains_table, goals, goals_table
-from concurrency_report import commit_of, commits_of, each_run, newest, read, summary
+from concurrency_report import by_run, commit_of, commits_of, each_run, newest, read, summary
 from concurrency_rules import ttft_ms
 from concurrency_two_gpus import beside_one_gpu
 
@@ -60,11 +60,11 @@ def _rows(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if line.startswith("|")][2:]
 
 
-def _goals(rows: list[Any], beside: tuple[list[Any], ...] = ()) -> list[str]:
-    """Of one recording; behind it how it stands beside each of the others."""
+def _goals(rows: list[Any], beside: tuple[list[list[Any]], ...] = ()) -> list[str]:
+    """Of one recording; behind it how it stands beside each of the other sets of them."""
     lines: list[Line] = goals(figures_of(rows), verdicts_of(rows), rows)
     for other in beside:
-        lines += beside_one_gpu(figures_of([*other, *rows]))
+        lines += beside_one_gpu(by_run([*other, rows]))
     return _rows(goals_table(lines))
 
 
@@ -109,7 +109,7 @@ def wanted(recorded: Recorded) -> Tables:
     """What each section must say, row by row."""
     runs = [recorded[name] for name in ONE_GPU]
     joined, two = newest(runs), recorded[TWO_GPUS]
-    older = beside_one_gpu(figures_of([*joined, *recorded[PIECEWISE]]))
+    older = beside_one_gpu(by_run([*runs, recorded[PIECEWISE]]))
     return {
         "The measurement": [_recording(name, recorded[name]) for name in SHOWN],
         "Goals and what was measured": _goals(joined),
@@ -117,7 +117,7 @@ def wanted(recorded: Recorded) -> Tables:
         "`auto`": _choices(runs),
         "What bounds it": _rows(link_table(figures_of(joined))),
         "Two GPUs, tensor parallel 2": [
-            *_goals(two, (joined, recorded[LATEST])), *_rows(goals_table(older)), *_gains(two), *_choices([two]),
+            *_goals(two, (runs, [recorded[LATEST]])), *_rows(goals_table(older)), *_gains(two), *_choices([two]),
         ],
     }  # fmt: skip
 

@@ -246,6 +246,9 @@ def test_before_a_repeat_every_process_is_looked_at_and_all_choose_anew_where_on
     assert cores.chosen_anew == 1
     assert cores.look() == [700.0, 702.0, 900.0]
     assert len(chosen) == 3, "to look is not to choose"
+    takes |= dict.fromkeys(takes, 1300.0)
+    cores.keep_quick()
+    assert len(chosen) == 6, "slow beside the quickest look ever, though all are alike now"
 
 
 def test_a_look_is_the_shortest_probe_of_the_core_that_a_thread_has(two_cores: list[int]) -> None:
