@@ -3,7 +3,8 @@
 A step is measured on the stream that computes, from its begin until its layers are through: until the next step's
 begin there may lie what the host does in between, which is no time of the step's. Of a load, the slices behind the
 first are measured: before that it may wait on the device for blocks that are still being read, which is no time of the
-link's. Nothing here waits: what a GPU has not reached yet is reported with a later step.
+link's. A load of one slice is measured only if the device had computed all that it was given when the load was ordered:
+then there was no reader. Nothing here waits: what a GPU has not reached yet is reported with a later step.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class Marks(Protocol):
     def between_ns(self, begin: Any, end: Any) -> int | None:
         """The time between two marks; None while the second has not been reached."""
 
+    def all_computed(self) -> bool:
+        """Whether all that was enqueued so far has been computed."""
+
 
 class HostMarks:
     """Marks of a device that computes on the calling thread."""
@@ -40,6 +44,10 @@ class HostMarks:
     def between_ns(self, begin: int, end: int) -> int:
         """The time between two marks."""
         return end - begin
+
+    def all_computed(self) -> bool:
+        """Always: a caller who asks is not computing."""
+        return True
 
 
 class CudaMarks:
@@ -66,6 +74,12 @@ class CudaMarks:
         """The time between two events; None while the second has not come."""
         return round(begin.elapsed_time(end) * 1e6) if end.query() else None
 
+    def all_computed(self) -> bool:
+        """Whether the current stream has nothing left to do."""
+        import torch
+
+        return bool(torch.cuda.current_stream(self._device).query())
+
 
 def marks_of(device: str) -> Marks:
     """The marks of a device as torch names it."""
@@ -83,17 +97,23 @@ class Observations:
 
     Args:
         marks: of the device that computes.
+        sees_landings: landings are told as they were, and not as somebody saw them who looks now and then.
     """
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Marks, *, sees_landings: bool = True) -> None:
         self._marks = marks
+        self._sees_landings = sees_landings
         self._found = _NOTHING
         self._last_landed_ns = 0
         self._begun: tuple[int, Any] | None = None  # (expected, mark) of the step under way, if it is to be measured
         self._open: deque[_Measured] = deque(maxlen=_MOST_OPEN)
 
-    def load_landed(self, part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int]) -> None:
-        """A load was on the link: its slices' bytes and landings, and when it began."""
+    def has_no_readers(self) -> bool:
+        """Whether a load that has just been ordered waits for nobody who computes."""
+        return self._sees_landings and self._marks.all_computed()
+
+    def load_landed(self, part_bytes: Sequence[int], started_ns: int | None, landed_ns: Sequence[int]) -> None:
+        """A load was on the link: its slices' bytes and landings, and when it began, if it waited for no reader."""
         slices, num_bytes, took_ns = time_on_link(part_bytes, started_ns, landed_ns, self._last_landed_ns)
         self._last_landed_ns = max(self._last_landed_ns, landed_ns[-1])
         if took_ns > 0:

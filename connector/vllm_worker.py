@@ -100,7 +100,6 @@ class WorkerSide:
         choice = choose_width(settings.layers_per_slice, layout)
         self.least_width = choice.width if isinstance(choice.width, int) and settings.is_auto else 1
         """Under `auto`, the narrowest slices that copy near the rate of the wire."""
-        self._observations = Observations(marks_of(self._device)) if settings.needs_forecast else None
         self.slices = plan_slices(layout.num_layers, choice.width)
         _log.info("%s: %d slices of %d layers, %s", self._device, len(self.slices), layout.num_layers, choice.reason)
         self._space = replace(
@@ -123,6 +122,10 @@ class WorkerSide:
         )
         self.mover = back_end_of(settings).mover(place, self._make_memory)
         """What moves the bytes, and knows where the objects are."""
+        self._observations: Observations | None = None
+        if settings.needs_forecast:
+            sees_landings = self.mover.engine is not None  # a server that moves them is looked at once a step
+            self._observations = Observations(marks_of(self._device), sees_landings=sees_landings)
         self._several_groups = len(facts.groups) > 1
         self._layerwise = choice.layerwise
         self.captured: CapturedWaits | None = None
@@ -149,7 +152,7 @@ class WorkerSide:
             self.metrics,
             self._several_groups,
             self.mover.executor,
-            on_landed=None if self._observations is None else self._observations.load_landed,
+            observer=self._observations,
             captured=self.captured,
         )
         self.stores = self.mover.stores(self.slices, settings.use_layerwise and choice.layerwise, self.metrics)

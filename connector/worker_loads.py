@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Executor
 from typing import Final
 
 from lamella.connector.at_once import AtOnce
 from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
-from lamella.connector.load_in_flight import Load, Polled, cancel_transfer, count_landed
+from lamella.connector.load_in_flight import Load, LoadObserver, Polled, cancel_transfer, count_landed
 from lamella.connector.release_look import may_run
 from lamella.connector.safety_rules import SafetyRules
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
@@ -46,8 +46,7 @@ class WorkerLoads:
         metrics: counts and times.
         several_groups: the engine cannot report blocks: errors are reported by request, before release.
         executor: begins loads; by default the caller's thread does.
-        on_landed: called with (bytes of each slice, start, their landings) of each load that has landed; None if nobody
-            asks.
+        observer: measures loads; None if nobody asks.
         captured: waits inside captured graphs, where they are asked for.
     """
 
@@ -64,7 +63,7 @@ class WorkerLoads:
         metrics: Metrics,
         several_groups: bool = False,
         executor: Executor | None = None,
-        on_landed: Callable[[Sequence[int], int, Sequence[int]], object] | None = None,
+        observer: LoadObserver | None = None,
         captured: CapturedWaits | None = None,
     ) -> None:
         self._submit = submit
@@ -77,7 +76,7 @@ class WorkerLoads:
         self._rules = rules
         self._metrics = metrics
         self._several_groups = several_groups
-        self._on_landed = on_landed
+        self._observer = observer
         self._captured = captured
         self._executor = executor or AtOnce()
         self._loads: dict[int, Load] = {}
@@ -129,8 +128,8 @@ class WorkerLoads:
         """The load is on its way; steps wait for it once it was released and the next of them has begun."""
         submitted = self._executor.submit(self._submit(order))  # first of all: the copy runs beside the rest of this
         blocks = frozenset(order.blocks[0][order.skip_tokens // self._block_tokens :]) - {0}
-        load = Load(order, submitted, now_ns, blocks, released=order.joins_step)
-        load.reported = order.joins_step
+        load = Load(order, submitted, now_ns, blocks, released=order.joins_step, reported=order.joins_step)
+        load.has_no_readers = self._observer is not None and self._observer.has_no_readers()
         self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
         self._loads[order.number] = load
 
@@ -394,7 +393,8 @@ class WorkerLoads:
             return
         landed = transfer.timestamps_ns().landed_ns
         num_bytes = (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes
-        if self._on_landed is not None:
+        if self._observer is not None:
             parts = [num_bytes * part.num_layers // self._num_layers for part in transfer.slices]
-            self._on_landed(parts, transfer.query().started_ns, landed)
+            started_ns = transfer.query().started_ns if load.has_no_readers else None
+            self._observer.load_landed(parts, started_ns, landed)
         count_landed(self._metrics, transfer.num_slices, num_bytes, [at - load.ordered_ns for at in landed])

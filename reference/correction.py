@@ -108,21 +108,25 @@ class Correction:
 
 
 def time_on_link(
-    part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int], before_ns: int
+    part_bytes: Sequence[int], started_ns: int | None, landed_ns: Sequence[int], before_ns: int
 ) -> tuple[int, int, int]:
     """(slices, bytes, ns): the part of a load that says what the link takes, and how long it took.
 
     A load had the link from its first slice's landing, or from the landing of the load before it: before that it may
-    have waited for blocks that were still being read. One of a single slice counts from its begin. Slices that were
-    seen to land with the first, by somebody who looks now and then, had landed before.
+    have waited for blocks that were still being read. One of a single slice counts from its begin, where the link could
+    begin then, and else says nothing: it would teach that the link is as slow as the reader of its blocks. Slices that
+    were seen to land with the first, by somebody who looks now and then, had landed before.
 
     Args:
         part_bytes: of each slice.
-        started_ns: the load's begin.
+        started_ns: the load's begin; None if it may have waited after that for something other than a load, or if its
+            landing was merely looked for.
         landed_ns: each slice's landing, never falling.
         before_ns: the landing of the load before.
     """
-    begun_ns = started_ns if len(part_bytes) == 1 else landed_ns[0]
+    begun_ns = landed_ns[0]
+    if len(part_bytes) == 1 and started_ns is not None:
+        begun_ns = started_ns
     counted = [num_bytes for num_bytes, at_ns in zip(part_bytes, landed_ns, strict=True) if at_ns > begun_ns]
     return len(counted), sum(counted), landed_ns[-1] - max(begun_ns, before_ns)
 

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
+
+from engine_driver import ENGINE_MISSING, WAIT_S, SmallCache, retrieve, small_engine
+from lamella.connector.connector_metrics import Metrics
 from lamella.connector.observations import HostMarks, Observations
-from lamella.connector.step_orders import Observed, StepOrders, StepReport
+from lamella.connector.safety_rules import ALL_RULES
+from lamella.connector.step_orders import LoadOrder, Observed, StepOrders, StepReport
+from lamella.connector.worker_loads import WorkerLoads
+from lamella.cuda_ext.arrival import HostFence
+from lamella.reference.release import Whole
+
+READS_S = 0.1
 
 
 def step(expected_ns: int = 100) -> StepOrders:
@@ -79,11 +91,64 @@ def test_a_load_had_the_link_from_its_first_landing_or_from_the_landing_of_the_o
     assert seen.take() == Observed()
 
 
-def test_a_load_of_one_slice_had_the_link_from_its_begin() -> None:
+def test_a_load_of_one_slice_had_the_link_from_its_begin_if_it_waited_for_no_reader() -> None:
     seen = Observations(HostMarks())
     seen.load_landed((1_000,), 100, (200,))
-    seen.load_landed((1_000,), 150, (320,))
-    assert seen.take() == Observed(loads=2, slices=2, load_bytes=2_000, load_ns=220)
+    seen.load_landed((1_000,), None, (290,))
+    seen.load_landed((1_000,), 150, (400,))
+    assert seen.take() == Observed(loads=2, slices=2, load_bytes=2_000, load_ns=210)
+
+
+class Reader:
+    """Reads blocks behind a closed fence, or reads none."""
+
+    def __init__(self, *, reads: bool) -> None:
+        self.fence = HostFence()
+        self.reads = reads
+        if not reads:
+            self.fence.open()
+
+    def mark(self) -> int:
+        return 0
+
+    def between_ns(self, begin: int, end: int) -> int:
+        return 0
+
+    def all_computed(self) -> bool:
+        return not self.reads
+
+
+def observed_behind(reader: Reader, width: int, *, sees_landings: bool) -> Observed:
+    """What a rank observes of one load of six layers that an engine moves behind whoever reads its blocks."""
+    small, seen = SmallCache(), Observations(reader, sees_landings=sees_landings)
+    with small_engine(small) as (engine, cache):
+        loads = WorkerLoads(
+            lambda order: lambda: retrieve(engine, cache, small, order.num_tokens, width=width, fence=reader.fence),
+            6, Whole(), 4, small.geometry.token_bytes, WAIT_S, lambda: 0, ALL_RULES, Metrics(), observer=seen,
+        )  # fmt: skip
+        loads.begin_step(StepOrders(loads=(LoadOrder(0, "r", (0,), 0, ((*range(1, 17),),), 64, 0, False),)))
+        time.sleep(READS_S)
+        reader.fence.open()
+        deadline = time.monotonic() + WAIT_S
+        while loads.num_open and time.monotonic() < deadline:
+            loads.poll()
+    return seen.take()
+
+
+@pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
+@pytest.mark.parametrize("width", [1, 4, 6])
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("sees_landings", [True, False])
+def test_what_a_load_waited_for_readers_of_its_blocks_is_no_time_of_the_link(
+    width: int, reads: bool, sees_landings: bool
+) -> None:
+    observed = observed_behind(Reader(reads=reads), width, sees_landings=sees_landings)
+    assert observed.load_ns < READS_S * 1e9 / 2
+    if width == 6:
+        says = sees_landings and not reads
+        assert (observed.loads, observed.slices, observed.load_bytes) == ((1, 1, 64 * 384) if says else (0, 0, 0))
+    else:
+        assert observed.load_bytes <= 64 * 384 * (6 - width) // 6
 
 
 def test_of_several_ranks_the_slowest_counts() -> None:

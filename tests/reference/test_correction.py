@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from bisect import bisect_left
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -181,3 +181,29 @@ def test_whoever_looks_now_and_then_takes_no_link_for_faster_than_it_is(
     assert slices == sum(one > seen[0] for one in seen)
     if len(set(seen)) == num_slices:
         assert slices == num_slices - 1
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 10**6),  # ordered so long after the load before
+            st.sampled_from([0, 0, 10**3, 10**7]),  # how long its blocks are still read then
+            st.lists(st.integers(1, 10**6), min_size=1, max_size=8),  # bytes of its slices, a ns each
+        ),
+        min_size=1,
+        max_size=10,
+    )
+)
+def test_the_link_is_taken_for_as_fast_as_it_is_whatever_loads_stood_behind(
+    loads: list[tuple[int, int, list[int]]],
+) -> None:
+    """One load after another; whoever orders one knows whether its blocks are read then, but not for how long."""
+    ordered_ns = free_ns = 0
+    for after_ns, reads_ns, part_bytes in loads:
+        ordered_ns += after_ns
+        landed_ns = list(accumulate(part_bytes, initial=max(ordered_ns + reads_ns, free_ns)))[1:]
+        started_ns = None if reads_ns else ordered_ns
+        slices, num_bytes, took_ns = time_on_link(part_bytes, started_ns, landed_ns, free_ns)
+        assert took_ns == num_bytes
+        assert slices == len(part_bytes) - (len(part_bytes) > 1 or reads_ns > 0)
+        free_ns = landed_ns[-1]

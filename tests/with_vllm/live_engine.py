@@ -349,7 +349,7 @@ class LiveEngine(EngineParts):
         if settings.needs_forecast and self.side._forecast is None:
             self.side._forecast = StepForecast(settings, self.side._facts)
         worker._observations = Observations(marks_of(worker._device)) if settings.needs_forecast else None
-        worker.loads._on_landed = None if worker._observations is None else worker._observations.load_landed
+        worker.loads._observer = worker._observations
         worker.slices = plan_slices(num_layers, choice.width)
         worker.stores._layerwise = use_layerwise and choice.layerwise
         worker.stores._slices = worker.slices
