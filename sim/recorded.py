@@ -211,7 +211,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                 raise ValueError(f"schema must be {SCHEMA_VERSION}, got {row.get('schema')!r}; record it anew")
             kind = row.get("kind")
             if kind == "engine":
-                found = row["engine"], str(row.get("vllm", vllm))
+                found = _object(row["engine"], "engine"), str(row.get("vllm", vllm))
                 if engine and _facts(*found) != _facts(engine, vllm):
                     raise ValueError(f"another engine than before: {_facts(*found)}, not {_facts(engine, vllm)}")
                 engine, vllm = found
@@ -219,7 +219,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
                     if engine.get(fact) is not None and (type(engine[fact]) is not int or engine[fact] < 1):
                         raise ValueError(f"{fact} must be a whole number of at least 1, got {engine[fact]!r}")
                 commit = str(row.get("commit", ""))
-                of = row.get("machine", {})
+                of = _object(row.get("machine", {}), "machine")
                 machine = f"{of.get('gpu', 'a machine without a name')}, {str(of.get('date', 'no date'))[:10]}"
             elif kind == "repeat":
                 repeats.append(_repeat(row, engine, commit))
@@ -249,6 +249,12 @@ def _parsed(line: str) -> Any:
         raise ValueError(f"not JSON ({error}); repair or remove the line") from error
 
 
+def _object(value: Any, name: str, or_else: str = "") -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name} must be an object{or_else}, got {value!r}")
+    return value
+
+
 def _facts(engine: Mapping[str, Any], vllm: str) -> tuple[Any, ...]:
     """What must be the same in all that is judged together."""
     names = ("async_scheduling", "max_num_batched_tokens")
@@ -261,15 +267,14 @@ def _graphs(engine: Mapping[str, Any]) -> str:
 
 
 def _repeat(row: Mapping[str, Any], engine: Mapping[str, Any], commit: str) -> RecordedRepeat:
-    cell = row["cell"]
+    cell = _object(row["cell"], "cell")
     shapes = tuple((int(hit), int(new)) for hit, new in cell["mix"]) or ((int(cell["hit"]), int(cell["new"])),)
     tier = cell.get("tier_gb_per_s")
-    requests = tuple(_request(request) for request in row["requests"])
+    requests = tuple(_request(_object(request, "a request")) for request in row["requests"])
     where = f"{cell['name']}, {row['arm']}"
     if not requests:
         raise ValueError(f"{where}: a repeat has at least one request")
-    if row["settings"] is not None and not isinstance(row["settings"], dict):
-        raise ValueError(f"{where}: settings must be an object or null, got {row['settings']!r}")
+    settings = None if row["settings"] is None else _object(row["settings"], f"{where}: settings", " or null")
     least = {"concurrency": 1, "output": 1, "width": 0, "bystanders": 0, "miss_every": 0}
     for name, bound in least.items():
         if int(cell.get(name, 0)) < bound:
@@ -291,10 +296,10 @@ def _repeat(row: Mapping[str, Any], engine: Mapping[str, Any], commit: str) -> R
             None if tier is None else round(tier * 1e9),
         ),
         str(row["arm"]),
-        row["settings"],
+        settings,
         requests,
         tuple(_step(step) for step in row.get("steps", ())),
-        tuple(int(us) * NS_PER_US for us in row.get("host_stall_us", {}).values()),
+        tuple(int(us) * NS_PER_US for us in _object(row.get("host_stall_us", {}), "host_stall_us").values()),
         str(row.get("graphs", _graphs(engine))),
         commit,
         ranks=engine.get("tensor_parallel") or 1,

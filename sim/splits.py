@@ -49,7 +49,7 @@ class Split(NamedTuple):
         """
         try:
             found = json.loads(text)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"a split is JSON: {error}") from error
         if not isinstance(found, dict) or set(found) - {"calibrate", "test", "commits", "note"}:
             raise ValueError(

@@ -16,7 +16,8 @@ from lamella.reference.tables import DecodeTable, PrefillTable
 PCIE_RATE: Final = {"pcie3": 8, "pcie4": 16, "pcie5": 32, "pcie6": 64}
 """GT/s a lane. Source: the PCI Express base specifications 3.0 to 6.0."""
 MEASURED_LINK: Final = re.compile(r"PCIe (\d) x(\d+)")
-RATE: Final = re.compile(r"(\d+(?:\.\d+)?) ?GB/s", flags=re.IGNORECASE | re.ASCII)
+RATE: Final = re.compile(r"(\d+(?:\.\d+)?) ?[Gg]B/[Ss]", flags=re.ASCII)
+RATE_IN_BITS: Final = re.compile(r"(\d+(?:\.\d+)?) ?[Gg](?:b|bit|bits)(?:/s|ps)", flags=re.ASCII)
 LEAST_GB_PER_S, LEAST_TIER_GB_PER_S, MOST_GB_PER_S = 0.1, 0.01, 10_000
 
 
@@ -24,11 +25,15 @@ def parse_rate(text: str, what: str, least_gb_per_s: float) -> int | None:
     """Bytes a second of a rate such as `24.5GB/s`; None for any other text.
 
     Raises:
-        ValueError: slower than the least, or faster than anything.
+        ValueError: a rate in bits; slower than the least, or faster than anything.
 
     >>> parse_rate("24.5GB/s", "a link", 0.1), parse_rate("pcie4", "a link", 0.1)
     (24500000000, None)
     """
+    in_bits = RATE_IN_BITS.fullmatch(text)
+    if in_bits:
+        gb_per_s = float(in_bits[1]) / 8
+        raise ValueError(f"{text!r} is in bits: say {gb_per_s:g}GB/s if that is meant, {what}'s rate is in bytes")
     found = RATE.fullmatch(text)
     if not found:
         return None
@@ -52,13 +57,15 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
     >>> with_link(load_profile(), "pcie4").wire.h2d_bytes_per_s
     27720000000
     """
-    text = link.strip().lower()
+    text = link.strip()
     if (rate := parse_rate(text, "a link", LEAST_GB_PER_S)) is not None:
         name = f"{rate / 1e9:g} GB/s to the device"
         how = f"{name}, as given"
+        mark = f"{rate / 1e9:g}GBps"
         factor = rate / profile.wire.h2d_bytes_per_s
     else:
-        asked = re.fullmatch(r"(pcie\d)(?:x(1|2|4|8|16))?", text)
+        mark = text.lower()
+        asked = re.fullmatch(r"(pcie\d)(?:x(1|2|4|8|16))?", mark)
         if not asked or asked[1] not in PCIE_RATE:
             raise ValueError(
                 f"a link is one of {', '.join(PCIE_RATE)}, such as pcie4 or pcie4x8, or 24GB/s; got {link!r}"
@@ -88,7 +95,7 @@ def with_link(profile: DeviceProfile, link: str) -> DeviceProfile:
             profile,
             name,
             f"link: {how}; step times stay the measured GPU's",
-            text.replace("/s", "ps").replace(" ", ""),
+            mark,
             "wire rates, copies",
         ),
         wire=Wire(h2d, d2h, both, wire.slice_fixed_ns),

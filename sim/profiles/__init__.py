@@ -42,7 +42,7 @@ def parse_profile(text: str, name: str) -> DeviceProfile:
     """
     try:
         parsed = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{name} is not JSON: {error}") from error
     if not isinstance(parsed, dict):
         raise ValueError(f"{name} must hold a JSON object, got {type(parsed).__name__}")

@@ -252,6 +252,7 @@ def test_a_profile_that_is_not_there_is_refused(tmp_path: Path) -> None:
     [
         ("{", "it is not JSON"),
         ("[" * 100_000, "it is not JSON"),
+        ('{"schema_version": ' + "9" * 5_000 + "}", "it is not JSON"),
         ("[]", "must hold a JSON object, got list"),
         ("{}", "schema_version"),
     ],

@@ -1,7 +1,10 @@
 """The model against recorded runs: a run that the world itself made is predicted, and every figure can be wrong."""
 
+import copy
 import json
 import math
+import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -287,6 +290,36 @@ def test_a_broken_line_is_refused_by_its_number(line: str, words: str) -> None:
         read_recorded([*lines_of(engine_row()), line], "x")
 
 
+def places(row: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a line, lists by their first and last."""
+    inside = row.items() if isinstance(row, dict) else enumerate(row) if isinstance(row, list) else ()
+    for key, value in inside:
+        if not isinstance(row, list) or key in (0, len(row) - 1):
+            yield (*at, key)
+            yield from places(value, (*at, key))
+
+
+@pytest.mark.parametrize("instead", [None, "x", [], {}, [[]], 3, -1, math.nan, math.inf])
+def test_a_line_with_anything_in_any_place_is_read_or_refused_by_its_number(instead: object) -> None:
+    machine = {"machine": {"gpu": "NVIDIA H200", "date": "2026-11-29"}, "commit": "abc"}
+    more = {"steps": [[0, 9, 768, 0, 3, 9]], "host_stall_us": {"0": 5}, "graphs": "full"}
+    times = {"asked_us": 1, "ordered_us": 2, "started_us": 3, "released_us": 4, "landed_us": [4, 5], "bytes": 8}
+    request = request_row(9, loadable=15_360, **times)
+    good = [{**engine_row(), **machine}, repeat_row(cell("x", 1), "fifo_first", 0, [request] * 2, **more)]
+    assert len(read_recorded(lines_of(*good), "x").repeats) == 1
+    for number, row in enumerate(good):
+        for *path, last in places(row):
+            rows = copy.deepcopy(good)
+            holder: Any = rows[number]
+            for key in path:
+                holder = holder[key]
+            holder[last] = instead
+            try:
+                read_recorded(lines_of(*rows), "x")
+            except ValueError as error:
+                assert re.match(r"x(, line [12]: | holds no repeat)", str(error)), (path, last)
+
+
 def test_a_file_without_a_repeat_is_refused() -> None:
     with pytest.raises(ValueError, match="x holds no repeat; record one with"):
         read_recorded(lines_of(engine_row()), "x")
@@ -302,6 +335,7 @@ def test_lines_of_other_kinds_are_counted() -> None:
     ("text", "words"),
     [
         ("{", "a split is JSON"),
+        ("9" * 5_000, "a split is JSON"),
         ("[]", "an object with the lists"),
         ('{"train": []}', "an object with the lists"),
         ('{"calibrate": "a", "test": ["b"]}', "calibrate must be a list"),

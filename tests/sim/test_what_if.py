@@ -1,5 +1,7 @@
 """A derived profile scales what it says, keeps the rest, and is named for what it is."""
 
+import re
+
 import pytest
 
 from lamella.reference.profile import CopyMethod, DeviceProfile, Graphs, profile_from_mapping, profile_to_mapping
@@ -28,7 +30,7 @@ def test_a_link_scales_the_wire_by_its_signalling_rate(profile: DeviceProfile, l
 def test_a_rate_that_was_measured_is_taken_as_it_is(profile: DeviceProfile) -> None:
     derived = with_link(profile, "24.5 GB/s")
     assert derived.wire.h2d_bytes_per_s == 24_500_000_000
-    assert derived.name == "h200-llama-3.1-8b+24.5gbps"
+    assert derived.name == "h200-llama-3.1-8b+24.5GBps"
 
 
 def test_the_measured_link_changes_nothing(profile: DeviceProfile) -> None:
@@ -71,6 +73,13 @@ def test_what_is_derived_says_so_in_its_name_its_device_and_its_sources(profile:
 @pytest.mark.parametrize("link", ["pcie9", "nvlink", "pcie4x3", "24", "0GB/s", "99999GB/s", ""])
 def test_an_unknown_link_is_refused(profile: DeviceProfile, link: str) -> None:
     with pytest.raises(ValueError, match="a link (is one of pcie3|carries between)"):
+        with_link(profile, link)
+
+
+@pytest.mark.parametrize("link", ["24Gb/s", "24gb/s", "24 Gb/s", "24Gbit/s", "24Gbps", "200 gbit/s"])
+def test_a_rate_in_bits_is_not_taken_for_one_in_bytes(profile: DeviceProfile, link: str) -> None:
+    bytes_per_s = int(re.split("[gG]", link)[0]) / 8
+    with pytest.raises(ValueError, match=re.escape(f"{link!r} is in bits: say {bytes_per_s:g}GB/s if that is meant")):
         with_link(profile, link)
 
 
