@@ -37,12 +37,13 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
         _log.warning("vLLM %s is taken by its features; the connector was tested with 0.26 and 0.32", vllm.__version__)
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if getattr(parallel, name, 1) > 1:
-            raise ValueError(f"{name} > 1 spreads a block's tokens over ranks, which is not supported: set it to 1")
-    if settings.server is not None and parallel.pipeline_parallel_size > 1:
+        size = getattr(parallel, name, 1)
+        if size > 1:
+            raise ValueError(f"{name} {size} spreads a block's tokens over ranks, which is not supported: set it to 1")
+    if parallel.pipeline_parallel_size > 1:
         raise ValueError(
-            f"server ({settings.server}) with pipeline_parallel_size {parallel.pipeline_parallel_size}: stages are not "
-            "supported there; set it to 1, or leave server out"
+            f"pipeline_parallel_size {parallel.pipeline_parallel_size}: stages of a pipeline are not supported: set it "
+            "to 1, and tensor_parallel_size to the number of GPUs"
         )
     if not settings.waits_in_forward:
         return

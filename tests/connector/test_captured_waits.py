@@ -107,9 +107,7 @@ def test_a_gated_replay_reads_no_layer_before_its_bytes_are_there() -> None:
         transfer = retrieve(engine, cache, small, width=1)
         gating = threading.Thread(target=captured.gate, args=(transfer, 0))
         gating.start()
-        for _window in range(
-            small.num_layers
-        ):  # of many more: that which is in flight when the gate closes has to land
+        for _window in range(small.num_layers):  # what is in flight when the gate closes has to land; more is to come
             engine.grant(Direction.RETRIEVE, 1)
             gating.join(0.1)
             if not gating.is_alive():

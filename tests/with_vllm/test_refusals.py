@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from lamella.connector.vllm import LamellaConnector
 from lamella.connector.vllm_engine import TRY_GRAPH_WAITS, check_engine
 from lamella.connector.vllm_settings import ConnectorSettings
 from with_vllm.live_engine import LiveEngine
@@ -98,6 +100,9 @@ FORWARDS: list[tuple[str, dict[str, Any], str]] = [  # (part of the configuratio
 ]
 
 
+PARALLEL = ["pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"]
+
+
 @pytest.mark.parametrize("waits", [*WAITS, *NO_WAITS], ids=str)
 @pytest.mark.parametrize(("part", "values", "expected"), FORWARDS, ids=lambda one: str(one)[:40])
 def test_steps_that_do_not_call_each_hook_once_are_refused_beside_waits(
@@ -124,6 +129,26 @@ def test_steps_that_do_not_call_each_hook_once_are_refused_beside_waits(
         assert said_of({**waits, "layers_per_slice": 0}) == ""
     if "release to whole" in said:
         assert said_of({**waits, "release": "whole"}) == ""
+
+
+@pytest.mark.parametrize("role", list(KVConnectorRole), ids=lambda role: role.name)
+@pytest.mark.parametrize("settings", [*WAITS, *NO_WAITS, {"server": "/run/lamella"}], ids=str)
+@pytest.mark.parametrize("name", PARALLEL)
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_way_to_spread_an_engine_that_is_not_built_is_refused_as_it_is_made(
+    engine: LiveEngine, size: int, name: str, settings: dict[str, Any], role: KVConnectorRole
+) -> None:
+    made = engine.llm.llm_engine.vllm_config
+    config, transfer = copy(made), copy(made.kv_transfer_config)
+    transfer.kv_connector_extra_config = settings
+    config.parallel_config, config.kv_transfer_config = copy(made.parallel_config), transfer
+    config.compilation_config = copy(made.compilation_config)
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE  # an engine's own may be refused by itself
+    object.__setattr__(config.parallel_config, name, size)
+    with pytest.raises(ValueError, match=rf"^{name} {size}.* set it to 1"):
+        LamellaConnector(config, role, engine.connector._kv_cache_config)
+    object.__setattr__(config.parallel_config, name, 1)
+    check_engine(config, ConnectorSettings.from_mapping(settings))
 
 
 def test_below_another_connector_it_is_refused_at_start_with_what_to_do(
