@@ -26,6 +26,7 @@ DEVICE = Device(load_profile())
 SAMPLED = 9
 COMMITS = ("f520c5b", "b0a0d48", "8c350d8", "53723eb", "4b1f1f9")
 """Of the recordings in which `auto` releases by forecast; the last one's rules are the model's."""
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 CHUNK_MAJOR = ("chunk_full_graphs", "chunk_deep_full_graphs")
 
 
@@ -105,6 +106,27 @@ def test_the_documentation_quotes_them(kept: dict[str, Any]) -> None:
         *changes(kept),
     ):
         assert row in text, row
+
+
+def test_the_readme_quotes_them(kept: dict[str, Any]) -> None:
+    test, text = kept["test"], (ROOT / "README.md").read_text(encoding="utf-8")
+    row = text.partition("| simulator, regime map, trace replay, explanations |")[2].partition("\n")[0]
+    arms, advice = test["arms"], test["advice"]
+    judged = sum(arm["judged"] for arm in arms)
+    wrong = sorted(f"{one['regret']:.1%}" for one in advice if one["regret"] >= 0.001)
+    autos = [arm["error"] for arm in arms if "auto" in arm["arm"] and arm["judged"]]
+    for said in (
+        f"by {WORDS[len({arm['commit'] for arm in arms})]} commits",
+        f"measured in {WORDS[len({arm['cell'] for arm in kept['calibrate']['arms']})]} cells",
+        f"{len({arm['cell'] for arm in arms})} held out",
+        f"{test['median_error']:.1%} in the median and {test['p90_error']:.1%} at p90 of {judged} arms",
+        f"over all {len(arms)} arms {test['median_error_of_all']:.1%} and {test['p90_error_of_all']:.1%}",
+        f"{sum(arm['other_auto'] for arm in arms)} of `auto`",
+        f"right in {test['signs_right']} of {test['signs_shown']} effects",
+        f"best in {len(advice) - len(wrong)} of {len(advice)} cells by commit, {' and '.join(wrong)} off",
+        f"off by {min(autos):+.0%} to {max(autos):+.0%} in {WORDS[len(autos)]} cells".replace("-", "−"),
+    ):
+        assert said in row, said
 
 
 def changes(kept: dict[str, Any]) -> list[str]:
