@@ -6,6 +6,7 @@ predicted anew.
 
 import json
 import lzma
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,17 @@ def test_the_documentation_quotes_them(kept: dict[str, Any]) -> None:
         f"{test['p90_error_of_all']:.1%} |",
         f"| {test['signs_right']} of {test['signs_shown']} |",
         *changes(kept),
+        *(f"{commit} {by_commit(kept, commit)}" for commit in COMMITS),
     ):
-        assert row in text, row
+        assert row in " ".join(text.split()), row
+
+
+def by_commit(kept: dict[str, Any], commit: str) -> str:
+    """Median and p90 of a commit's errors, and how many."""
+    arms = kept["test"]["arms"]
+    errors = sorted(abs(arm["error"]) for arm in arms if arm["judged"] and arm["commit"].startswith(commit))
+    median, p90 = (errors[math.ceil(share * len(errors)) - 1] for share in (0.5, 0.9))
+    return f"{median:.1%} and {p90:.1%} ({len(errors)}"
 
 
 def test_the_readme_quotes_them(kept: dict[str, Any]) -> None:
