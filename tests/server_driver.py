@@ -329,16 +329,6 @@ def server_process(folder: Path, *options: str, memory: str = "1MiB") -> Iterato
             server.kill()
 
 
-@contextmanager
-def tidy_server(folder: Path) -> Iterator[ServerProcess]:
-    """As `server_process`, and it is stopped, if it still runs, and has left no shared memory."""
-    with server_process(folder) as running:
-        yield running
-        if running.process.poll() is None:
-            running.stop()
-    assert running.memories() == [], "no shared memory stays behind"
-
-
 def connect(server: ServerProcess, message: Register | None = None, **others: Any) -> CacheSession:
     """A session with a bound that a busy machine keeps."""
     return CacheSession(server.folder, message or registration(), **({"timeout_s": 15.0} | others))

@@ -1,4 +1,4 @@
-"""What tests of a rank start with: a small server process of their own, and a rank's memory."""
+"""What tests start with: a small server process of their own, and of a rank also its memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import server_driver
 from rank_driver import RankMemory, ServerProcess, serving
 
 
@@ -20,6 +21,16 @@ def server_options() -> tuple[str, ...]:
 def server(tmp_path: Path, server_options: tuple[str, ...]) -> Iterator[ServerProcess]:
     with serving(tmp_path / "s", *server_options) as process:
         yield process
+
+
+@pytest.fixture
+def tidy_server(tmp_path: Path) -> Iterator[server_driver.ServerProcess]:
+    """One without a rank: it is stopped, if it still runs, and must have left no shared memory."""
+    with server_driver.server_process(tmp_path) as running:
+        yield running
+        if running.process.poll() is None:
+            running.stop()
+    assert running.memories() == [], "no shared memory stays behind"
 
 
 @pytest.fixture

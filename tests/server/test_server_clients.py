@@ -10,7 +10,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,16 +29,8 @@ from server_driver import (
     layout_of,
     registration,
     server_process,
-    tidy_server,
     wait_until,
 )
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with tidy_server(tmp_path) as running:
-        yield running
-
 
 # ---- a session whose server is gone, slow or another
 
@@ -53,9 +44,9 @@ def test_no_server_is_said_at_once(tmp_path: Path) -> None:
     assert list((tmp_path / "empty").iterdir()) == [], "and no mark stays behind"
 
 
-def test_a_server_that_hangs_costs_the_bound_and_then_nothing(server: ServerProcess) -> None:
-    session = CacheSession(server.folder, registration(), timeout_s=0.7)
-    os.kill(server.process.pid, signal.SIGSTOP)
+def test_a_server_that_hangs_costs_the_bound_and_then_nothing(tidy_server: ServerProcess) -> None:
+    session = CacheSession(tidy_server.folder, registration(), timeout_s=0.7)
+    os.kill(tidy_server.process.pid, signal.SIGSTOP)
     try:
         began = time.monotonic()
         assert session.lookup(keys_of(1)) == MISS
@@ -64,7 +55,7 @@ def test_a_server_that_hangs_costs_the_bound_and_then_nothing(server: ServerProc
         assert session.lookup(keys_of(1)) == MISS
         assert time.monotonic() - began < 0.6, "a server that is lost is not asked again by this thread"
     finally:
-        os.kill(server.process.pid, signal.SIGCONT)
+        os.kill(tidy_server.process.pid, signal.SIGCONT)
     wait_until(lambda: _stores(session), "it is back")
     session.close()
 
@@ -78,11 +69,11 @@ def _stores(session: CacheSession) -> bool:
     return session.lookup(keys_of(1)).num_chunks == 1
 
 
-def test_a_server_that_is_killed_while_it_is_asked_costs_no_time_out(server: ServerProcess) -> None:
-    session = connect(server, timeout_s=60.0)
+def test_a_server_that_is_killed_while_it_is_asked_costs_no_time_out(tidy_server: ServerProcess) -> None:
+    session = connect(tidy_server, timeout_s=60.0)
     assert session.lookup(keys_of(1)) == MISS
-    os.kill(server.process.pid, signal.SIGSTOP)
-    killer = threading.Timer(0.3, server.kill)
+    os.kill(tidy_server.process.pid, signal.SIGSTOP)
+    killer = threading.Timer(0.3, tidy_server.kill)
     began = time.monotonic()
     killer.start()
     assert session.lookup(keys_of(1)) == MISS
@@ -110,8 +101,8 @@ def test_slots_are_never_given_in_the_memory_of_another_server(tmp_path: Path) -
         session.close()
 
 
-def test_several_requests_are_under_way_on_one_connection(server: ServerProcess) -> None:
-    with Connection(server.folder) as connection:
+def test_several_requests_are_under_way_on_one_connection(tidy_server: ServerProcess) -> None:
+    with Connection(tidy_server.folder) as connection:
         futures = [connection.request(Stats()) for _ in range(20)]
         wait_until(lambda: connection.poll(0.05) or all(future.done() for future in futures), "all are answered")
         assert {future.result().lamella_version for future in futures} == {lamella.__version__}
@@ -153,9 +144,9 @@ def slots(server: ServerProcess, state: str) -> float:
 
 
 @pytest.mark.known_fault(46)
-def test_a_killed_client_s_locks_and_slots_come_back(server: ServerProcess) -> None:
+def test_a_killed_client_s_locks_and_slots_come_back(tidy_server: ServerProcess) -> None:
     client = start_client(
-        server,
+        tidy_server,
         """
         stored = session.allocate(keys_of(1, 2))
         session.commit(stored.lease, 0)
@@ -165,13 +156,13 @@ def test_a_killed_client_s_locks_and_slots_come_back(server: ServerProcess) -> N
         time.sleep(60)
         """,
     )
-    assert (slots(server, "pinned"), slots(server, "writing")) == (2, 1)
+    assert (slots(tidy_server, "pinned"), slots(tidy_server, "writing")) == (2, 1)
     end(client)
-    wait_until(lambda: figure(server, "lamella_server_sessions") == 0, "the session has ended")
-    assert slots(server, "pinned") == 0, "what it read is free at once"
-    wait_until(lambda: slots(server, "writing") == 0, "what it wrote is free after the grace time")
-    assert slots(server, "ready") == 2
-    assert [path for path in server.folder.iterdir() if path.name.startswith("alive-")] == []
+    wait_until(lambda: figure(tidy_server, "lamella_server_sessions") == 0, "the session has ended")
+    assert slots(tidy_server, "pinned") == 0, "what it read is free at once"
+    wait_until(lambda: slots(tidy_server, "writing") == 0, "what it wrote is free after the grace time")
+    assert slots(tidy_server, "ready") == 2
+    assert [path for path in tidy_server.folder.iterdir() if path.name.startswith("alive-")] == []
 
 
 def _can_unshare() -> bool:
@@ -183,7 +174,7 @@ def _can_unshare() -> bool:
     not shutil.which("unshare") or not _can_unshare(), reason="this user may make no namespaces of processes and IPC"
 )
 def test_a_client_with_processes_and_ipc_of_its_own_needs_the_folder_and_the_memory_and_no_more(
-    server: ServerProcess,
+    tidy_server: ServerProcess,
 ) -> None:
     """As in a container without hostIPC and hostPID: neither side asks for the other's pid or for anything of IPC."""
     body = """
@@ -210,7 +201,7 @@ def test_a_client_with_processes_and_ipc_of_its_own_needs_the_folder_and_the_mem
             sys.executable,
             "-c",
             client_code(body),
-            str(server.folder),
+            str(tidy_server.folder),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -218,14 +209,14 @@ def test_a_client_with_processes_and_ipc_of_its_own_needs_the_folder_and_the_mem
     assert client.stdout is not None
     try:
         assert client.stdout.readline() == "pid 1\n", "the first process of its own namespace"
-        ours = connect(server, registration("outside"))
+        ours = connect(tidy_server, registration("outside"))
         memory = SlotMemory.attach(ours.epoch.shared or pytest.fail("no memory"), NoRegistrar())
         found = ours.lookup(keys_of(1))
         with memory.buffer(found.slots[0][0]) as view:
             assert view == bytes([7]) * layout_of().object_bytes
         memory.close()
         ours.close()
-        assert slots(server, "pinned") == 1
+        assert slots(tidy_server, "pinned") == 1
     finally:
         end(client)
-    wait_until(lambda: slots(server, "pinned") == 0, "what it held is free, whatever its pid was")
+    wait_until(lambda: slots(tidy_server, "pinned") == 0, "what it held is free, whatever its pid was")

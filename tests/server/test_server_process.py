@@ -6,7 +6,6 @@ import os
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,15 +24,8 @@ from server_driver import (
     layout_of,
     registration,
     server_process,
-    tidy_server,
     wait_until,
 )
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with tidy_server(tmp_path) as running:
-        yield running
 
 
 def test_a_server_starts_in_less_than_two_seconds_and_bytes_cross_its_memory(tmp_path: Path) -> None:
@@ -63,12 +55,12 @@ def test_a_server_starts_in_less_than_two_seconds_and_bytes_cross_its_memory(tmp
         assert server.stop() == 0
 
 
-def test_a_second_server_in_the_folder_is_refused_and_the_first_goes_on(server: ServerProcess) -> None:
-    second = ServerProcess(server.folder.parent)
+def test_a_second_server_in_the_folder_is_refused_and_the_first_goes_on(tidy_server: ServerProcess) -> None:
+    second = ServerProcess(tidy_server.folder.parent)
     second.process.wait(20)
     assert second.process.returncode == 2
-    assert f"a server (pid {server.process.pid}) serves" in " ".join(second.log.read_text().split())
-    assert figure(server, "lamella_server_sessions") == 0
+    assert f"a server (pid {tidy_server.process.pid}) serves" in " ".join(second.log.read_text().split())
+    assert figure(tidy_server, "lamella_server_sessions") == 0
 
 
 @pytest.mark.known_fault(47)
@@ -105,14 +97,14 @@ def test_a_killed_server_is_a_miss_and_its_successor_is_found_and_nothing_stale_
     assert server.memories() == []
 
 
-def test_attaching_does_not_unlink_and_the_server_s_end_does(server: ServerProcess) -> None:
-    with_session = connect(server)
+def test_attaching_does_not_unlink_and_the_server_s_end_does(tidy_server: ServerProcess) -> None:
+    with_session = connect(tidy_server)
     shared = with_session.epoch.shared
     assert shared is not None
     HostMemory.attach(shared.path, shared.shape.total_bytes).close()
     assert shared.path.exists()
     with_session.close()
-    server.stop()
+    tidy_server.stop()
     assert not shared.path.exists()
 
 
@@ -136,11 +128,11 @@ def test_sigterm_waits_for_a_transfer_and_a_second_one_does_not(tmp_path: Path) 
             session.close()
 
 
-def test_log_lines_are_json_with_a_time_and_a_level(server: ServerProcess) -> None:
-    connect(server, registration("named engine")).close()
-    wait_until(lambda: len(server.lines()) >= 3, "registered and gone are said")
-    assert all({"time", "level", "logger", "message"} <= set(line) for line in server.lines())
-    assert any("engine named engine: rank 0 is registered" in line["message"] for line in server.lines())
+def test_log_lines_are_json_with_a_time_and_a_level(tidy_server: ServerProcess) -> None:
+    connect(tidy_server, registration("named engine")).close()
+    wait_until(lambda: len(tidy_server.lines()) >= 3, "registered and gone are said")
+    assert all({"time", "level", "logger", "message"} <= set(line) for line in tidy_server.lines())
+    assert any("engine named engine: rank 0 is registered" in line["message"] for line in tidy_server.lines())
 
 
 def test_health_and_figures_are_pages(tmp_path: Path) -> None:

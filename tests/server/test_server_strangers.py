@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,19 +18,13 @@ from lamella.server.endpoint import CurveKeys, ipc_endpoint
 from lamella.server.frames import RefusedError, decode_answer, encode
 from lamella.server.protocol import Found, Ping, Pong, Registered, Role, Stats, StatsReport
 from lamella.server.wire import HEADER, MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Code, Kind
-from server_driver import ServerProcess, figure, registration, server_process, tidy_server
+from server_driver import ServerProcess, figure, registration, server_process
 
 
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with tidy_server(tmp_path) as running:
-        yield running
-
-
-def test_bytes_that_are_no_message_are_answered_and_the_server_goes_on(server: ServerProcess) -> None:
+def test_bytes_that_are_no_message_are_answered_and_the_server_goes_on(tidy_server: ServerProcess) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(ipc_endpoint(server.folder))
+        socket.connect(ipc_endpoint(tidy_server.folder))
         for frames, code in (
             ([b"GET / HTTP/1.1\r\n\r\n"], Code.MALFORMED),
             ([b""], Code.MALFORMED),
@@ -47,21 +40,21 @@ def test_bytes_that_are_no_message_are_answered_and_the_server_goes_on(server: S
             assert refused.value.code is code
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         socket.linger = 0
-        socket.connect(ipc_endpoint(server.folder))
+        socket.connect(ipc_endpoint(tidy_server.folder))
         socket.send(bytes(MAX_MESSAGE_BYTES + 1))  # libzmq closes the connection before it takes it in
         assert not socket.poll(300)
-    assert figure(server, "lamella_server_refusals_total{code=malformed}") == 4
+    assert figure(tidy_server, "lamella_server_refusals_total{code=malformed}") == 4
 
 
-def test_another_version_is_refused_before_anything_else(server: ServerProcess) -> None:
+def test_another_version_is_refused_before_anything_else(tidy_server: ServerProcess) -> None:
     with pytest.raises(RefusedError, match=f"the server is lamella {lamella.__version__}, the client lamella 0.0.7"):
-        CacheSession(server.folder, registration(lamella_version="0.0.7"))
+        CacheSession(tidy_server.folder, registration(lamella_version="0.0.7"))
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 @pytest.mark.parametrize("opened", [False, True], ids=["closed folder", "opened folder"])
 def test_another_user_cannot_connect_even_where_the_folder_was_opened_to_him(
-    opened: bool, server: ServerProcess
+    opened: bool, tidy_server: ServerProcess
 ) -> None:
     code = """
 import os, sys
@@ -76,22 +69,22 @@ with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
     print("answered" if socket.poll(1500) else "not answered")
 """
     if opened:
-        for path in server.folder.parents:
+        for path in tidy_server.folder.parents:
             if path.stat().st_uid == 0 and path != Path("/") and "pytest" in str(path):
                 path.chmod(0o755)
-        server.folder.chmod(0o755)
-        (server.folder / "server.sock").chmod(0o777)
+        tidy_server.folder.chmod(0o755)
+        (tidy_server.folder / "server.sock").chmod(0o777)
     environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", code, ipc_endpoint(server.folder)],
+        [sys.executable, "-c", code, ipc_endpoint(tidy_server.folder)],
         capture_output=True,
         text=True,
         timeout=60,
         env=environment,
     )
     assert done.stdout == "not answered\n", done.stderr
-    server.folder.chmod(0o700)
-    assert figure(server, "lamella_server_sessions") == 0
+    tidy_server.folder.chmod(0o700)
+    assert figure(tidy_server, "lamella_server_sessions") == 0
 
 
 def test_tcp_lets_in_whoever_has_a_key_that_is_known_and_nobody_else(tmp_path: Path) -> None:
