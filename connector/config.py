@@ -10,7 +10,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from lamella.connector.storage.tier_url import TierUrl
 from lamella.reference.slices import Slice, parse_width, plan_slices
@@ -31,6 +31,8 @@ _WHOLE_NUMBERS = {
     "local_file_max_bytes": 1,
     "remote_retries": 0,
 }
+MOST_SECONDS: Final = 10**9
+"""Thirty years; a wait for much longer is one that the operating system cannot express."""
 _SECONDS = ("breaker_retry_s", "wait_timeout_s", "remote_timeout_s", "local_file_ttl_s", "remote_ttl_s")
 _MAY_BE_NONE = ("local_file_max_bytes", "local_file_ttl_s", "remote_ttl_s")
 
@@ -113,6 +115,8 @@ class CacheSettings:
                 raise TypeError(f"{name} must be a number of seconds, got {seconds!r}")
             if not 0 < seconds < float("inf"):
                 raise ValueError(f"{name} must be positive and finite, got {seconds}")
+            if seconds > MOST_SECONDS:
+                raise ValueError(f"{name} must be at most {MOST_SECONDS:,}, got {seconds}")
         if self.remote_tier is not None:
             if not isinstance(self.remote_tier, str):
                 raise TypeError(f"remote_tier must be a URL or None, got a {type(self.remote_tier).__name__}")

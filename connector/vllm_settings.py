@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias
 
+from lamella.connector.config import MOST_SECONDS
 from lamella.cuda_ext.arrival import Carrier
 from lamella.reference.auto import BYSTANDER_WEIGHT
 from lamella.reference.ordering import parse_order
@@ -37,6 +38,16 @@ _FORMS: Final = ("auto", "token", "block")
 _FULL_GRAPHS: Final = ("never", "before", "inside")
 _SIDES: Final = ("worker", "server")
 _SERVER_SOCKET: Final = "server.sock"
+_MOST: Final = {
+    "chunk_tokens": 10_000_000,
+    "max_loads": 1_000_000,
+    "io_threads": 1024,
+    **dict.fromkeys(("staging_mib", "window_mib", "turn_mib", "in_flight_mb"), 1 << 20),
+    **dict.fromkeys(("host_pool_gib", "max_load_gib", "file_tier_gib"), 1 << 30),
+    **dict.fromkeys(("load_timeout_s", "wait_timeout_s"), MOST_SECONDS),
+    "bystander_weight": 1_000_000,
+}
+"""Of each number: more is a slip, and would end in a wait or a request for memory that the machine cannot express."""
 
 
 def resolve_layers_per_slice(value: object, num_layers: int | None = None) -> LayersPerSlice:
@@ -283,3 +294,5 @@ def _check_number(name: str, value: object, kind: Any, least: float | None = Non
     if not (0 < value if least is None else least <= value) or value == float("inf"):  # type: ignore[operator]
         wanted = "positive" if least is None else f"at least {least:g}"
         raise ValueError(f"{name} must be {wanted} and finite, got {value}")
+    if not value <= _MOST[name]:  # type: ignore[operator]
+        raise ValueError(f"{name} must be at most {_MOST[name]:,}, got {value}")

@@ -6,8 +6,10 @@ import json
 import logging
 import re
 import shlex
+from concurrent.futures import Future
 from dataclasses import fields
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +87,29 @@ def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
 def test_every_other_setting_is_refused_with_its_value(values: dict[str, Any], error: type, says: str) -> None:
     with pytest.raises(error, match=says):
         ConnectorSettings.from_mapping(values)
+
+
+NUMBERS = [one.name for one in fields(ConnectorSettings) if str(one.type).split(" ")[0] in ("int", "float")]
+
+
+@pytest.mark.parametrize("value", [10**400, 10**30, 1e300, float("inf"), float("nan"), -(10**30)])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_no_number_is_taken_that_could_only_fail_later(name: str, value: float) -> None:
+    """A wait of 1e10 s cannot be expressed: it was taken at start and ended the engine at its first wait."""
+    assert {"load_timeout_s", "wait_timeout_s", "io_threads", "host_pool_gib", "file_tier_gib"} <= set(NUMBERS)
+    with pytest.raises((ValueError, TypeError), match=name):
+        ConnectorSettings.from_mapping({name: value})
+
+
+@pytest.mark.parametrize("name", ["load_timeout_s", "wait_timeout_s"])
+def test_the_longest_time_that_is_taken_can_be_waited_for(name: str) -> None:
+    longest = getattr(ConnectorSettings(**{name: 10**9}), name)
+    done: Future[int] = Future()
+    Timer(0.01, done.set_result, [1]).start()
+    assert done.result(longest) == 1
+    assert int(longest * 1e9) < 2**63
+    with pytest.raises(ValueError, match=f"{name} must be at most 1,000,000,000, got 10000000000"):
+        ConnectorSettings(**{name: 10**10})
 
 
 @pytest.mark.parametrize(
