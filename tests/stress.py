@@ -9,52 +9,32 @@ counters: device memory, `/dev/shm`, resident memory, descriptors and threads, o
 from __future__ import annotations
 
 import argparse
-import gc
 import json
-import os
 import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-import numpy as np
-
+from footprint import Footprint, footprint
 from lamella.cuda_ext.arrival import Carrier
-from lamella.cuda_ext.bench_cases import BLOCK_SHAPE, MAIN_SHAPES, BenchShape
+from lamella.cuda_ext.bench_cases import BLOCK_SHAPE, MAIN_SHAPES
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.executors import HostObjects
 from lamella.cuda_ext.pool import Backing, HostPool, PinnedObjects, Reservation
-from lamella.cuda_ext.shared_memory import PREFIX
 from lamella.cuda_ext.transfer import CopyMethod, Transfer, TransferState
-from lamella.reference.arena import CacheCase
 from lamella.reference.geometry import ObjectForm
-from lamella.reference.keys import ChunkKey
-from lamella.reference.layout import TensorView, engine_layout
 from lamella.reference.plan import Direction
+from stress_cell import OBJECTS, Cell
 
 TIMEOUT_S = 60.0
 MOST_IN_FLIGHT = 8
-SLOTS = 24
-OBJECTS = 4  # of the longest prefix
 METHODS = (CopyMethod.AUTO, CopyMethod.STAGED_BATCH, CopyMethod.STAGED_2D, CopyMethod.GATHER)
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    """What this process holds, as the system counts it. `device_bytes` is -1 where nobody says."""
-
-    rss_bytes: int
-    device_bytes: int
-    shared_files: int
-    descriptors: int
-    threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,119 +48,6 @@ class StressReport:
     before: Footprint
     after: Footprint
     problems: list[str]
-
-
-def footprint(device: Device) -> Footprint:
-    gc.collect()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
-    own = f"{PREFIX}{os.getpid()}-"
-    return Footprint(
-        rss_bytes=resident,
-        device_bytes=_device_bytes(device),
-        shared_files=sum(path.name.startswith(own) for path in Path("/dev/shm").iterdir()),
-        descriptors=len(os.listdir("/proc/self/fd")),
-        threads=threading.active_count(),
-    )
-
-
-def _device_bytes(device: Device) -> int:
-    """This process's device memory by the driver's own list; the whole device's where that names no process."""
-    if not device.is_cuda:
-        return -1
-    query = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        lines = []
-    for line in lines:
-        pid, _, used = line.partition(",")
-        if pid.strip() == str(os.getpid()) and used.strip().isdecimal():
-            return int(used) << 20
-    facts = device.facts()
-    return facts.total_bytes - facts.free_bytes
-
-
-class Cell:
-    """One cache shape: its blocks on the device, its pool, and what each object and block ought to hold."""
-
-    def __init__(self, device: Device, shape: BenchShape, number: int) -> None:
-        self.shape = shape
-        geometry = shape.geometry
-        self.num_blocks = 2 * OBJECTS * geometry.chunk_tokens // shape.block_tokens * 2
-        self.case = CacheCase(
-            tuple(range(geometry.num_layers)),
-            geometry.kv,
-            geometry.num_heads,
-            geometry.head_dim,
-            2,
-            self.num_blocks,
-            shape.block_tokens,
-            shape.axes,
-            shape.memory,
-        )
-        self.layer_bytes = self.case.tensor_bytes
-        self.blocks = device.allocate(self.layer_bytes * geometry.num_layers)
-        self.blocks.fill(0)
-        self.engines = (engine_layout(shape.axes, [self._view(layer) for layer in range(geometry.num_layers)]),)
-        self.pool = HostPool(shape.layout, SLOTS, backing=Backing.SHARED, registrar=device.registrar())
-        self.pool.memory.wait_registered(120)
-        self.free_blocks = list(range(self.num_blocks))
-        self.space = b"stress%d" % number
-        self.content: dict[ChunkKey, int] = {}  # key -> what its bytes are made of
-
-    def _view(self, layer: int) -> TensorView:
-        tensor = self.case.view(np.zeros(self.layer_bytes, dtype=np.uint8))
-        return TensorView(self.blocks.address + layer * self.layer_bytes, tensor.shape, tensor.strides, 2)
-
-    def key(self, number: int) -> ChunkKey:
-        return ChunkKey(self.space, number.to_bytes(8, "little"), self.shape.geometry.chunk_tokens)
-
-    def expected_layer(self, made_of: int, layer: int) -> np.ndarray:
-        """`[K, T, H, D]` of the object made of that number."""
-        geometry = self.shape.geometry
-        size = geometry.kv * geometry.chunk_tokens * geometry.hidden
-        draw = np.random.default_rng([made_of, layer]).integers(0, 1 << 16, size, dtype=np.uint16)
-        return draw.reshape(geometry.kv, geometry.chunk_tokens, geometry.num_heads, geometry.head_dim)
-
-    def object_view(self, slot: int) -> np.ndarray:
-        """`[K, L, T, H, D]` over the slot's bytes, whatever the form."""
-        geometry, shape = self.shape.geometry, self.shape
-        flat = np.frombuffer(self.pool.memory.buffer(slot), dtype=np.uint16)
-        if shape.form is ObjectForm.TOKEN:
-            return flat.reshape(
-                geometry.kv, geometry.num_layers, geometry.chunk_tokens, geometry.num_heads, geometry.head_dim
-            )
-        inner = [axis for axis in shape.memory if axis in "THD"]
-        sizes = shape.sized(self.num_blocks)
-        blocks = flat.reshape(geometry.num_layers, -1, geometry.kv, *[sizes[axis] for axis in inner])
-        # [K, L, B, T, H, D], a view: written and read block by block
-        return blocks.transpose(2, 0, 1, *[3 + inner.index(axis) for axis in "THD"])
-
-    def write_object(self, slot: int, made_of: int) -> None:
-        view = self.object_view(slot)
-        for layer in range(self.shape.geometry.num_layers):
-            wanted = self.expected_layer(made_of, layer)
-            view[:, layer] = wanted.reshape(view[:, layer].shape)
-
-    def object_is_right(self, slot: int, made_of: int, layer: int) -> bool:
-        view, wanted = self.object_view(slot)[:, layer], self.expected_layer(made_of, layer)
-        return bool(np.array_equal(view, wanted.reshape(view.shape)))
-
-    def blocks_are_right(self, ids: list[int], made_of: list[int], layer: int, skip_tokens: int) -> bool:
-        raw = np.empty(self.layer_bytes, dtype=np.uint8)
-        self.blocks.read(raw.ctypes.data, self.layer_bytes, layer * self.layer_bytes)
-        view = self.case.view(raw)
-        wanted = np.concatenate([self.expected_layer(number, layer) for number in made_of], axis=1)
-        for kv in range(self.shape.geometry.kv):
-            plane = self.case.plane([view] * self.shape.geometry.num_layers, layer, kv)  # [N, T, H, D]
-            stored = plane[ids].reshape(-1, *plane.shape[2:])
-            if not np.array_equal(stored[skip_tokens:], wanted[kv, skip_tokens:]):
-                return False
-        return True
-
-    def close(self) -> None:
-        self.pool.close()
-        self.blocks.close()
 
 
 @dataclass(slots=True)
