@@ -145,6 +145,8 @@ Slice(first_layer=4, num_layers=1))
                 raise ValueError(f"unknown setting {name!r}: {hint}")
         given = dict(values)
         if isinstance(given.get("local_file_folder"), str):
+            if not given["local_file_folder"].strip():
+                raise ValueError("local_file_folder must be a folder, got an empty name; leave it out for none")
             given["local_file_folder"] = Path(given["local_file_folder"])
         return cls(**given)
 

@@ -223,6 +223,9 @@ class ConnectorSettings:
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
                 raise ValueError(f"unknown setting {name!r} in kv_connector_extra_config: {hint}")
         given = dict(values)
+        for name in ("file_tier", "server"):
+            if isinstance(given.get(name), str) and not given[name].strip():
+                raise ValueError(f"{name} must be a folder, got an empty name; leave it out for none")
         if isinstance(given.get("file_tier"), str):
             given["file_tier"] = Path(given["file_tier"]).expanduser()
         if isinstance(given.get("server"), str):

@@ -81,6 +81,8 @@ def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
         ({"object_form": "blob"}, ValueError, "object_form must be one of"),
         ({"staging_mib": 8, "window_mib": 8}, ValueError, "must hold two windows"),
         ({"carrier": "pigeon"}, ValueError, "carrier must be event or value"),
+        ({"file_tier": ""}, ValueError, "file_tier must be a folder, got an empty name; leave it out for none"),
+        ({"server": " "}, ValueError, "server must be a folder, got an empty name; leave it out for none"),
     ],
 )
 @pytest.mark.known_fault(8)
