@@ -225,6 +225,11 @@ def noted_rows(noted: Noted, overheads: Overheads, num_layers: int) -> dict[str,
     }
 
 
+def lines_of(*rows: dict[str, Any]) -> list[str]:
+    """The lines of a file of these rows."""
+    return [json.dumps(row) for row in rows]
+
+
 def recorded_lines(
     cells: Sequence[dict[str, Any]],
     device: Device,
@@ -245,4 +250,4 @@ def recorded_lines(
                 with noting() as noted:
                     predict(first, model, run, device, overheads, 100 + repeat)
                 rows.append(repeat_row(of, arm, repeat, **noted_rows(noted, overheads, device.profile.num_layers)))
-    return [json.dumps(row) for row in rows]
+    return lines_of(*rows)
