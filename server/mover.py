@@ -80,8 +80,10 @@ def movement(device: str, *, allow_kernels: bool = False) -> Movement:
         allow_kernels: also takes objects that need a kernel to move; beside a busy engine they wait for time slices.
 
     Raises:
-        ValueError, ImportError: no such device, or no native library for it.
+        ValueError, ImportError, RuntimeError: no such name, no native library for it, or no such device or driver.
     """
+    on = Device(device)
+    on.facts()  # here, and not when the first rank asks
 
     def open_caches(register: Register, layout: ObjectLayout) -> Mover:
         caches = read_caches(register.device, register.allocations, register.caches)
@@ -94,4 +96,4 @@ def movement(device: str, *, allow_kernels: bool = False) -> Movement:
             raise
         return mover
 
-    return Movement(Device(device).registrar(), open_caches)
+    return Movement(on.registrar(), open_caches)

@@ -22,6 +22,7 @@ from lamella.cli.main import build_app
         (["--http", "9471"], "--http is HOST:PORT or off, got '9471'"),
         (["--http", "127.0.0.1:99999"], "--http is HOST:PORT or off"),
         (["--device", "tpu:0"], 'a device is "cpu" or "cuda:N"'),
+        (["--device", "cuda:99"], "cuda:99 cannot be used: "),
         (["--tcp", "tcp://0.0.0.0:1"], "--tcp needs --tcp-key and --tcp-clients"),
         (["--log-level", "loud"], "a log level is debug, info, warning or error, got 'loud'"),
         (["--lease", "soon"], "a span of time"),
