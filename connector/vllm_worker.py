@@ -63,6 +63,13 @@ class RankFacts:
     num_ranks: int = 1
 
 
+def _check_release(settings: ConnectorSettings, num_layers: int) -> None:
+    try:
+        settings.release_policy.layers_needed(num_layers)
+    except ValueError as error:
+        raise ValueError(f"release {settings.release} on a rank with {num_layers} layers: {error}; name fewer") from error
+
+
 class WorkerSide:
     """See the module.
 
@@ -74,7 +81,8 @@ class WorkerSide:
         engine_options: for the transfer engine, in tests.
 
     Raises:
-        ValueError: caches that no known layout fits, a host pool too small for one object, or no server in its folder.
+        ValueError: caches that no known layout fits, a release that waits for more layers than there are, a host pool
+            too small for one object, or no server in its folder.
         LibraryMissingError, RuntimeError, OSError: no native library, no device, or no memory.
     """
 
@@ -102,6 +110,7 @@ class WorkerSide:
         """Under `auto`, the narrowest slices that copy near the rate of the wire."""
         self.slices = plan_slices(layout.num_layers, choice.width)
         _log.info("%s: %d slices of %d layers, %s", self._device, len(self.slices), layout.num_layers, choice.reason)
+        _check_release(settings, layout.num_layers)
         self._space = replace(
             facts.space,
             form=layout.form,
@@ -177,9 +186,14 @@ class WorkerSide:
             )
         shape = SlotShape(object_bytes, num_slots)
         device = Device(self._device)
-        return SlotMemory(
-            HostMemory.anonymous(shape.total_bytes), shape, device.registrar(), numa_node=device.numa_node()
-        )
+        try:
+            memory = HostMemory.anonymous(shape.total_bytes)
+            return SlotMemory(memory, shape, device.registrar(), numa_node=device.numa_node())
+        except OSError as error:
+            raise OSError(
+                f"host_pool_gib {self._settings.host_pool_gib}, which each rank takes: {error}; lower it, or raise the "
+                "limits that lamella doctor names"
+            ) from error
 
     @property
     def objects(self) -> RankObjects:

@@ -213,7 +213,9 @@ def test_a_profile_of_ones_own_is_read_and_a_broken_one_names_what_would_do(tmp_
     own.write_text(json.dumps(profile_to_mapping(load_profile())), encoding="utf-8")
     assert read_profile(str(own)) == read_profile("h200-llama-3.1-8b")
     own.write_text("{}", encoding="utf-8")
-    for name in (str(own), "h100", str(tmp_path / "none.json")):
+    deep = tmp_path / "deep.json"
+    deep.write_text("[" * 100_000, encoding="utf-8")
+    for name in (str(own), str(deep), "h100", str(tmp_path / "none.json")):
         with pytest.raises(ValueError, match=r"cannot be used: .*lamella calibrate.*h200-llama-3\.1-8b"):
             read_profile(name)
 

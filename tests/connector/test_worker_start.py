@@ -1,0 +1,41 @@
+"""What only a rank with its caches can tell is told when it starts, before anything is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lamella.connector.cache_shapes import GroupShape
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.connector.vllm_worker import RankFacts, WorkerSide
+from lamella.reference.geometry import ObjectForm
+from lamella.reference.keys import KeySpace
+
+torch = pytest.importorskip("torch")
+LAYERS = 4
+
+
+def start(**settings: Any) -> WorkerSide:
+    """A rank of four layers, in this process's memory."""
+    caches = {f"layer.{layer}": torch.zeros(2, 8, 16, 2, 8) for layer in range(LAYERS)}
+    space = KeySpace("m", "float32", ObjectForm.BLOCK, "logical", 32, 0, 1, (0, LAYERS))
+    given = {"layers_per_slice": 1, "chunk_tokens": 32, "host_pool_gib": 0.001, **settings}
+    facts = RankFacts((GroupShape(tuple(caches), 16, 2, 8),), space, 0, 0)
+    return WorkerSide(ConnectorSettings.from_mapping(given), facts, caches)
+
+
+@pytest.mark.parametrize("layers", [1, LAYERS, LAYERS + 1, 999])
+@pytest.mark.parametrize("width", [0, 1, 3, LAYERS, "1,2"])
+def test_a_release_that_waits_for_layers_that_are_not_there_stops_the_engine_at_start(layers: int, width: Any) -> None:
+    """It was taken, and the engine died of the first hit."""
+    if layers > LAYERS and width != 0:  # chunk-major: release means nothing
+        with pytest.raises(ValueError, match=f"release first:{layers} on a rank with 4 layers: .*; name fewer"):
+            start(layers_per_slice=width, release=f"first:{layers}")
+    else:
+        start(layers_per_slice=width, release=f"first:{layers}").close()
+
+
+def test_memory_that_is_not_there_is_said_with_the_setting_that_asked_for_it() -> None:
+    with pytest.raises(OSError, match="host_pool_gib 1000000, which each rank takes: .*cannot map .*; lower it"):
+        start(host_pool_gib=1_000_000)
