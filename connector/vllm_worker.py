@@ -67,7 +67,7 @@ def _check_release(settings: ConnectorSettings, num_layers: int) -> None:
     try:
         settings.release_policy.layers_needed(num_layers)
     except ValueError as error:
-        raise ValueError(f"release {settings.release} on a rank with {num_layers} layers: {error}; name fewer") from error
+        raise ValueError(f"release {settings.release} on a rank of {num_layers} layers: {error}; name fewer") from error
 
 
 class WorkerSide:

@@ -30,7 +30,7 @@ def start(**settings: Any) -> WorkerSide:
 def test_a_release_that_waits_for_layers_that_are_not_there_stops_the_engine_at_start(layers: int, width: Any) -> None:
     """It was taken, and the engine died of the first hit."""
     if layers > LAYERS and width != 0:  # chunk-major: release means nothing
-        with pytest.raises(ValueError, match=f"release first:{layers} on a rank with 4 layers: .*; name fewer"):
+        with pytest.raises(ValueError, match=f"release first:{layers} on a rank of 4 layers: .*; name fewer"):
             start(layers_per_slice=width, release=f"first:{layers}")
     else:
         start(layers_per_slice=width, release=f"first:{layers}").close()
