@@ -243,10 +243,15 @@ class Ranks:
         return [reply for _failure, reply in replies]
 
 
-def _tier_options(gb_per_s: float | None, tiny: bool) -> dict[str, Any]:
-    """A lane that looks for a window no sooner than that rate allows, one window at a time: a slower link.
+_TIER_WINDOWS: Final = 8
+"""In flight on a throttled link, so that a window's copy that comes late behind busy kernels holds up no other."""
 
-    A lane learns to look up to a tenth earlier than the rate says. On the CPU windows move when they are let.
+
+def _tier_options(gb_per_s: float | None, tiny: bool) -> dict[str, Any]:
+    """A lane that looks for its windows no sooner than that rate allows: a slower link.
+
+    It looks when half of what is in flight should be there, finds all of it and lets as much follow; so it is told half
+    the rate. A lane learns to look up to a tenth earlier than that. On the CPU windows move when they are let.
     """
     from lamella.cuda_ext.rates import H200_RATES
 
@@ -254,9 +259,14 @@ def _tier_options(gb_per_s: float | None, tiny: bool) -> dict[str, Any]:
         return {}
     if tiny:
         return {"paced": True, "in_flight_bytes": 1, "window_bytes": 1 << 17}
-    rates = dataclasses.replace(H200_RATES, wire_bytes_per_s=0.9e9 * gb_per_s)
+    rates = dataclasses.replace(H200_RATES, wire_bytes_per_s=0.9e9 * gb_per_s / 2)
     window = (1 << 20) if gb_per_s < 10 else 4 << 20
-    return {"rates": rates, "in_flight_bytes": 1, "window_bytes": window, "gather_factor": 0.0}
+    return {
+        "rates": rates,
+        "in_flight_bytes": _TIER_WINDOWS * window,
+        "window_bytes": window,
+        "gather_factor": 0.0,
+    }
 
 
 def _let_windows_move(engine: Any, period_s: float) -> None:

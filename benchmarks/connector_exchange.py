@@ -37,8 +37,8 @@ class ConnectorExchange:
     def __init__(self, engine: Any, ranks: Ranks, group: Group, tiny: bool, probe: Probe) -> None:
         self._engine, self._ranks, self._group, self._tiny, self._probe = engine, ranks, group, tiny, probe
         self._scheduler = engine.engine_core.engine_core.scheduler
-        self._arm = ""
-        self._learned: dict[str, Any] = {}
+        self._learner: tuple[str, float | None] = "", None
+        self._learned: dict[tuple[str, float | None], Any] = {}
         self._exchanged = False
 
     def exchange(self, arm: Arm | None, cell: Cell) -> bool:
@@ -69,7 +69,7 @@ class ConnectorExchange:
         self._exchanged = True
         if kept:
             side.objects = side.stores.objects = old.objects
-        self._keep_learned(old, side, arm)
+        self._keep_learned(old, side, arm, cell)
         if arm is not None and not cell.stores:
             side.stores.enabled = False
         if arm is not None and arm.settings is None:
@@ -78,13 +78,16 @@ class ConnectorExchange:
         self._probe.attach(side)
         return kept
 
-    def _keep_learned(self, old: Any, new: Any, arm: Arm | None) -> None:
-        """What an arm that corrects its profile has observed goes on to its next repeat, as in an engine that stays."""
+    def _keep_learned(self, old: Any, new: Any, arm: Arm | None, cell: Cell) -> None:
+        """What an arm that corrects its profile has observed goes on to its next repeat, as in an engine that stays.
+
+        A link of another rate is another machine, of which nothing is known.
+        """
         if getattr(old, "_forecast", None) is not None:
-            self._learned[self._arm] = old._forecast.correction
-        self._arm = "" if arm is None else arm.name
-        if getattr(new, "_forecast", None) is not None and self._arm in self._learned:
-            new._forecast.correction = self._learned[self._arm]
+            self._learned[self._learner] = old._forecast.correction
+        self._learner = ("", None) if arm is None else (arm.name, cell.tier_gb_per_s)
+        if getattr(new, "_forecast", None) is not None and self._learner in self._learned:
+            new._forecast.correction = self._learned[self._learner]
 
     def _settings_of(self, arm: Arm | None, cell: Cell) -> RankSettings:
         own: Mapping[str, Any] = {} if arm is None or arm.settings is None else arm.settings
