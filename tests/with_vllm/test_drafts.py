@@ -67,3 +67,32 @@ def test_a_load_that_fails_in_its_step_is_reported_in_that_step(drafting: LiveEn
     drafting.fail_next(drafting.load_of("r1"))
     answer = drafting.finish("r1")[0]
     assert (answer.reason, answer.tokens) == ("error", ())
+
+
+@pytest.mark.parametrize("width", [1, "auto"])
+def test_steps_that_only_verify_drafts_teach_nothing_of_prefills(
+    drafting: LiveEngine, monkeypatch: pytest.MonkeyPatch, width: int | str
+) -> None:
+    drafting.configure(width, "jit")
+    ordered, drafts = drafting.side.step_orders, 0
+    prefills: list[bool] = []
+    measured: list[bool] = []
+
+    def step_orders(output: Any) -> Any:
+        nonlocal drafts
+        orders = ordered(output)
+        drafts += sum(map(len, output.scheduled_spec_decode_tokens.values()))
+        if output.total_num_scheduled_tokens:
+            goes_on = any(done < len(P) for done in output.scheduled_cached_reqs.num_computed_tokens)
+            prefills.append(goes_on or bool(output.scheduled_new_reqs))
+            measured.append(orders.expected_ns > 0)
+        return orders
+
+    monkeypatch.setattr(drafting.side, "step_orders", step_orders)
+    try:
+        drafting.stored(P, NEW)
+    finally:
+        drafting.configure(1)
+    assert drafts > 3
+    assert prefills.count(False) > 4
+    assert measured == prefills
