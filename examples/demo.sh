@@ -4,6 +4,10 @@
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 out=${1:-out/demo}
+if [ -n "${LAMELLA_TRACE:-}" ] && { [ -d "$LAMELLA_TRACE" ] || [ ! -r "$LAMELLA_TRACE" ]; }; then
+    echo "LAMELLA_TRACE is no file that can be read: $LAMELLA_TRACE" >&2
+    exit 2
+fi
 mkdir -p "$out"
 
 title() {
