@@ -13,12 +13,15 @@ import importlib
 import os
 import pkgutil
 import sys
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 import lamella
 import lamella.cli
+
+
+_CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
 def _print_version(wanted: bool) -> None:
@@ -63,7 +66,7 @@ def build_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Entry point of the ``lamella`` command; a full disk is one sentence and exit code 1."""
+    """Entry point of the ``lamella`` command; what cannot be written is one sentence and exit code 1."""
     try:
         try:
             build_app()()
@@ -71,9 +74,9 @@ def main() -> None:
             if sys.stdout:
                 sys.stdout.flush()
     except OSError as failure:
-        if failure.errno not in (errno.ENOSPC, errno.EPIPE):
+        if failure.errno != errno.EPIPE and failure.errno not in _CANNOT_WRITE:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
-        if failure.errno == errno.ENOSPC:
+        if failure.errno != errno.EPIPE:
             print(f"Error: cannot write: {failure.strerror}", file=sys.stderr)
         sys.exit(1)

@@ -1,5 +1,6 @@
 """The `lamella` command as a process: what no verb sees, such as where its output goes."""
 
+import errno
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,28 @@ def test_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> No
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "Error: cannot write: No space left on device"
     assert "Traceback" not in done.stderr
+
+
+def test_a_file_longer_than_may_be_is_one_sentence(tmp_path: Path) -> None:
+    """As a quota that is spent, or a disk that fails: what cannot be written is nobody's fault in here."""
+    limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); {COMMAND[-1]}"
+    done = subprocess.run(
+        [sys.executable, "-c", limited, *SWEEP], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "Error: cannot write: File too large"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_whatever_keeps_a_result_from_being_written_is_one_sentence(number: int) -> None:
+    failing = (
+        "import sys; from unittest import mock; from lamella.cli import main; "
+        f"app = mock.Mock(side_effect=OSError({number}, 'no')); "
+        "main.build_app = lambda: app; main.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", failing], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (1, "Error: cannot write: no\n")
 
 
 def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
