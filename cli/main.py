@@ -20,7 +20,6 @@ import typer
 import lamella
 import lamella.cli
 
-
 _CANNOT_WRITE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS)
 
 
