@@ -58,7 +58,7 @@ def read_config(path: Path, verb: str, kinds: Mapping[str, Any], verbs: Sequence
         OSError: the file cannot be read.
     """
     try:
-        parsed = tomllib.loads(path.read_text("utf-8"))
+        parsed = tomllib.loads(path.read_text("utf-8-sig"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     version = parsed.pop("schema_version", None)

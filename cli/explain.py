@@ -80,7 +80,7 @@ def read_recording(path: Path) -> Recording:
     if path.is_dir():
         return read_run(path)
     try:
-        parsed = json.loads(path.read_text("utf-8"))
+        parsed = json.loads(path.read_text("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
     try:

@@ -101,7 +101,7 @@ def _text(path: Path) -> str:
     import lzma
 
     try:
-        return (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode("utf-8")
+        return (lzma.decompress(path.read_bytes()) if path.suffix == ".xz" else path.read_bytes()).decode("utf-8-sig")
     except lzma.LZMAError as error:
         raise ValueError(f"{path} is not an .xz file: {error}") from error
     except UnicodeDecodeError as error:

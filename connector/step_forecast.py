@@ -35,7 +35,7 @@ def read_profile(name: str) -> DeviceProfile:
 
     source = Path(name) if name.endswith(".json") else files(_SHIPPED) / f"{name}.json"
     try:
-        return profile_from_mapping(json.loads(source.read_text("utf-8")))
+        return profile_from_mapping(json.loads(source.read_text("utf-8-sig")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         shipped = sorted(one.name[:-5] for one in files(_SHIPPED).iterdir() if one.name.endswith(".json"))
         raise ValueError(

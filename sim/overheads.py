@@ -206,7 +206,7 @@ def open_overheads(name: str) -> MeasuredOverheads:
     """
     path = Path(name) if name.endswith(".json") else Path(__file__).parent / "overhead_sets" / f"{name}.json"
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not a text file: {error}") from error
     except OSError as error:

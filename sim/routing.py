@@ -173,7 +173,7 @@ def choose_instances(trace: Sequence[TraceRequest], device: Device, sizes: PoolS
         if num_instances > MAX_INSTANCES:
             raise ValueError(
                 f"a load of {TARGET_LOAD:.0%} would take more than {MAX_INSTANCES} instances; "
-                "name a number of instances, or let requests arrive more slowly"
+                "name a number of instances, or let requests arrive more slowly (timestamps are milliseconds)"
             )
 
 

@@ -54,7 +54,7 @@ def load_trace(path: Path, limit: int | None = None) -> list[TraceRequest]:
         OSError: a file that cannot be read.
     """
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             return parse_trace(lines, str(path), limit)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not a text file: {error}") from error

@@ -28,7 +28,7 @@ def load_profile(name: str = DEFAULT_PROFILE) -> DeviceProfile:
     if not name.endswith(".json"):
         raise ValueError(f"no profile {name!r}; shipped: {', '.join(shipped_profiles())}; or name a .json file")
     try:
-        text = Path(name).read_text("utf-8")
+        text = Path(name).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read the profile {name}: {error}") from error
     return parse_profile(text, name)
