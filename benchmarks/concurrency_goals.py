@@ -9,14 +9,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from concurrency_arms import ARMS, DIFFERENCES
+from concurrency_arms import ARMS
 from concurrency_figures import CellFigures, Verdict
-from concurrency_rules import Row, change_of, counted
+from concurrency_rules import Change, Row, change_of, counted
 
 CHOSEN: Final = ("auto", "auto_prefill_graphs", "auto_full_graphs")
 """The arms that choose for each request; what the goals are about."""
 
-_TTFT: Final[tuple[tuple[str, str, float], ...]] = (
+TTFT: Final[tuple[tuple[str, str, float], ...]] = (
     ("C = 1, new = 768", "c1_hit15360_new768_chunk256", -0.39),
     ("C = 4, new = 768", "c4_hit15360_new768_chunk256", -0.45),
     ("C = 8, new = 768", "c8_hit15360_new768_chunk256", -0.55),
@@ -36,7 +36,7 @@ LARGEST_REGRET: Final = 0.08
 BYSTANDERS: Final = 0.05
 LIKE_THROUGHPUT: Final = 0.02
 """Bystanders of two arms are compared where both serve as many requests a second, to so much of it."""
-_NO_OVERLAP: Final = ("chunk", "recompute", "early", "peer")
+NO_OVERLAP: Final = ("chunk", "recompute", "early", "peer")
 
 
 class Line(NamedTuple):
@@ -64,6 +64,12 @@ def baseline_of(cell: CellFigures, arm: str) -> str | None:
     return min(alike, key=lambda name: cell.arms[name].ttft.value, default=None)
 
 
+def gain_of(cell: CellFigures, arm: str) -> Change | None:
+    """The change of an arm's time to first token against that chunk-major arm's; None where one of both is missing."""
+    base = baseline_of(cell, arm) if arm in cell.arms else None
+    return None if base is None else change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift)
+
+
 def chosen_of(cell: CellFigures) -> list[str]:
     """The cell's arms that choose for each request."""
     return [name for name in CHOSEN if name in cell.arms]
@@ -86,7 +92,7 @@ def goals(
     cells: Mapping[str, CellFigures], verdicts: Mapping[tuple[str, str], Verdict], rows: Sequence[Row]
 ) -> list[Line]:
     """Every goal that the cells say something about."""
-    lines = [line for what, name, goal in _TTFT for line in _ttft_lines(cells, what, name, goal)]
+    lines = [line for what, name, goal in TTFT for line in _ttft_lines(cells, what, name, goal)]
     lines += [line for cell in cells.values() for line in _ceiling_lines(cell)]
     for arm in ("auto", "auto_full_graphs"):
         lines += _regret_lines(cells, arm)
@@ -129,6 +135,11 @@ def _regret_lines(cells: Mapping[str, CellFigures], arm: str) -> Iterable[Line]:
     mean = statistics.fmean(regret for regret, _best in found.values())
     name, (largest, best) = max(found.items(), key=lambda item: item[1])
     worst = f" in {name} ({best})" if largest else ""
+    worst += "".join(
+        f", {regret:.1%} in {other} ({than})"
+        for other, (regret, than) in found.items()
+        if regret > LARGEST_REGRET and other != name
+    )
     yield Line(
         f"{arm}'s regret in {len(found)} cells",
         f"mean ≤ {MEAN_REGRET:.0%}, any ≤ {LARGEST_REGRET:.0%}",
@@ -137,8 +148,18 @@ def _regret_lines(cells: Mapping[str, CellFigures], arm: str) -> Iterable[Line]:
     )
 
 
+def cells_of(name: str) -> list[str]:
+    """The names under which a goal's cell may be recorded."""
+    return [name, *(f"{name}_{kind}" for kind in ("graphs", "full_graphs", "full", "piecewise"))]
+
+
+def aim_of(goal: float) -> str:
+    """A goal for the time to first token in words."""
+    return f"≤ {goal:+.0%}" if goal else "a gain"
+
+
 def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: float) -> Iterable[Line]:
-    for cell_name in (name, *(f"{name}_{kind}" for kind in ("graphs", "full_graphs", "full", "piecewise"))):
+    for cell_name in cells_of(name):
         cell = cells.get(cell_name)
         if cell is None:
             continue
@@ -149,7 +170,6 @@ def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: fl
             if base is None:
                 continue
             change = change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift)
-            aim = f"≤ {goal:+.0%}" if goal else "a gain"
             reached = change.value <= goal if goal else change.value < 0
             state = f"not shown: {change.why_not}" if not change.shown else "reached" if reached else "missed"
             best = _best_layerwise(cell, arm)
@@ -164,12 +184,12 @@ def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: fl
                     f"; {before * (1 + goal):.1f} ms were wanted, and the link alone needs {floor.value:.1f} for these "
                     "arrivals"
                 )
-            yield Line(f"{what}, {arm}", aim, measured, state)
+            yield Line(f"{what}, {arm}", aim_of(goal), measured, state)
 
 
 def _best_layerwise(cell: CellFigures, arm: str) -> str | None:
     others = [
-        name for name in cell.arms if not name.startswith(("auto", *_NO_OVERLAP)) and graphs_of(name) == graphs_of(arm)
+        name for name in cell.arms if not name.startswith(("auto", *NO_OVERLAP)) and graphs_of(name) == graphs_of(arm)
     ]
     return min(others, key=lambda name: cell.arms[name].ttft.value, default=None)
 
@@ -220,25 +240,31 @@ def _recomputing(cell: CellFigures, arm: str) -> str | None:
     return next(alike, None)
 
 
+def arriving(facts: Mapping[str, Any]) -> str:
+    """How often requests come to an open loop's cell; nothing of a closed one's."""
+    return f", {facts['rate_per_s']:g} arrivals/s" if facts["rate_per_s"] else ""
+
+
+def bystanders_of(cell: CellFigures) -> Iterable[tuple[str, Change, float]]:
+    """Of each arm that is judged by it: what is claimed, bystanders' change, and by how much throughput differs."""
+    for arm in sorted(cell.arms):
+        base, mine = baseline_of(cell, arm), cell.arms[arm].bystander_tpot
+        if base is None or mine is None or arm.startswith(("chunk", "recompute")):
+            continue
+        change = change_of(mine, cell.arms[base].bystander_tpot, cell.drift)  # type: ignore[arg-type]
+        rate = cell.arms[arm].requests_per_s.value / cell.arms[base].requests_per_s.value - 1
+        yield f"bystanders' TPOT, {arm}{arriving(cell.cell)}", change, rate
+
+
 def _bystander_lines(cells: Iterable[CellFigures]) -> Iterable[Line]:
-    for cell in cells:
-        for arm in sorted(cell.arms):
-            base, mine = baseline_of(cell, arm), cell.arms[arm].bystander_tpot
-            if base is None or mine is None or arm.startswith(("chunk", "recompute")):
-                continue
-            change = change_of(mine, cell.arms[base].bystander_tpot, cell.drift)  # type: ignore[arg-type]
-            rate = cell.arms[arm].requests_per_s.value / cell.arms[base].requests_per_s.value - 1
-            state = "reached" if change.value <= BYSTANDERS else "missed"
-            if not abs(change.value - BYSTANDERS) > 2 * change.error:
-                state = "not shown: within two standard errors of the bound"
-            if abs(rate) > LIKE_THROUGHPUT:
-                state = "-: throughput differs"
-            yield Line(
-                f"bystanders' TPOT, {arm}{_arriving(cell.cell)}",
-                f"≤ {BYSTANDERS:+.0%} at equal throughput",
-                f"{change.value:+.1%} ± {change.error:.1%} at throughput {rate:+.1%}",
-                state,
-            )
+    for what, change, rate in (one for cell in cells for one in bystanders_of(cell)):
+        state = "reached" if change.value <= BYSTANDERS else "missed"
+        if not abs(change.value - BYSTANDERS) > 2 * change.error:
+            state = "not shown: within two standard errors of the bound"
+        if abs(rate) > LIKE_THROUGHPUT:
+            state = "-: throughput differs"
+        measured = f"{change.value:+.1%} ± {change.error:.1%} at throughput {rate:+.1%}"
+        yield Line(what, f"≤ {BYSTANDERS:+.0%} at equal throughput", measured, state)
 
 
 def first_tokens(rows: Sequence[Row]) -> tuple[int, int]:
@@ -262,112 +288,3 @@ def first_tokens(rows: Sequence[Row]) -> tuple[int, int]:
                 seen += 1
                 same += request["tokens"][0] in right
     return same, seen
-
-
-# ---- tables
-
-
-def goals_table(lines: Sequence[Line]) -> str:
-    """The goals, one a line."""
-    text = ["### figures: goal and measured", "", "| what | goal | measured | |", "|---|---|---|---|"]
-    return "\n".join([*text, *(f"| {' | '.join(line)} |" for line in lines)]) + "\n"
-
-
-def cells_table(cells: Mapping[str, CellFigures], predicted: Mapping[tuple[str, str], float]) -> str:
-    """Of the arm that chooses, in each cell: changes against chunk-major, share of the ceiling, regret, prediction."""
-    text = [
-        "### cells: the arm that chooses, against the better chunk-major form with the same graphs (a star: shown)",
-        "",
-        "| cell | arm | TTFT | e2e | throughput | TPOT | of the ceiling | regret (best other) | predicted TTFT, ms |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, cell in cells.items():
-        for arm in chosen_of(cell):
-            base = baseline_of(cell, arm)
-            if base is None:
-                continue
-            changes = [
-                change_of(getattr(cell.arms[arm], figure), getattr(cell.arms[base], figure), cell.drift)
-                for figure in ("ttft", "e2e", "requests_per_s", "tpot")
-            ]
-            shares = "-"
-            if cell.ceiling is not None and cell.cell["concurrency"] == 1:
-                shares = f"{-changes[0].value / cell.ceiling:.0%} of {cell.ceiling:.0%}"
-            regret = regret_of(cell, arm)
-            known = predicted.get((name, arm))
-            text.append(
-                f"| {name} | {arm} | "
-                + " | ".join(f"{change.value:+.1%}{'*' if change.shown else ''}" for change in changes)
-                + f" | {shares} | {'-' if regret is None else f'{regret[0]:+.1%} ({regret[1]})'} | "
-                + ("-" if known is None else f"{known:.1f} ({known / cell.arms[arm].ttft.value - 1:+.0%})")
-                + " |"
-            )
-    return "\n".join(text) + "\n"
-
-
-def gains_table(cells: Mapping[str, CellFigures]) -> str:
-    """Every arm that overlaps, in each cell, against the better chunk-major form with the same graphs."""
-    text = [
-        "### gains (a star: shown)",
-        "",
-        "| C | cached + new → answered | arm | TTFT, ms | TTFT | e2e | TPOT | throughput |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for cell in cells.values():
-        facts = cell.cell
-        for arm in sorted(cell.arms, key=lambda name: (graphs_of(name), cell.arms[name].ttft.value)):
-            base = baseline_of(cell, arm)
-            if base is None or arm.startswith(_NO_OVERLAP):
-                continue
-            before, after = cell.arms[base], cell.arms[arm]
-            changes = [
-                change_of(getattr(after, figure), getattr(before, figure), cell.drift)
-                for figure in ("ttft", "e2e", "tpot", "requests_per_s")
-            ]
-            text.append(
-                f"| {facts['concurrency']} | {_workload(facts)} | {arm} | {before.ttft.value:.1f} → "
-                f"{after.ttft.value:.1f} | {changes[0].value:+.1%} ± {changes[0].error:.1%}"
-                f"{'*' if changes[0].shown else ''} | "
-                + " | ".join(f"{one.value:+.1%}{'*' if one.shown else ''}" for one in changes[1:])
-                + " |"
-            )
-    return "\n".join(text) + "\n"
-
-
-def _workload(facts: Mapping[str, Any]) -> str:
-    beside = f", {facts['bystanders']} bystanders" if facts["bystanders"] else ""
-    return f"{facts['hit']:,} + {facts['new']:,} → {facts['output']}{beside}{_arriving(facts)}"
-
-
-def _arriving(facts: Mapping[str, Any]) -> str:
-    return f", {facts['rate_per_s']:g} arrivals/s" if facts["rate_per_s"] else ""
-
-
-def differences_table(cells: Mapping[str, CellFigures]) -> str:
-    """What one thing changes, wherever a cell has the arm with it and the one without."""
-    text = [
-        "### one thing at a time (a star: shown)",
-        "",
-        "| what | from | to | cell | TTFT | e2e | TPOT | throughput |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for what, without, with_it in DIFFERENCES:
-        for name, cell in cells.items():
-            if not {without, with_it} <= set(cell.arms):
-                continue
-            changes = [
-                change_of(getattr(cell.arms[with_it], figure), getattr(cell.arms[without], figure), cell.drift)
-                for figure in ("ttft", "e2e", "tpot", "requests_per_s")
-            ]
-            shown = " | ".join(f"{one.value:+.1%} ± {one.error:.1%}{'*' if one.shown else ''}" for one in changes)
-            text.append(f"| {what} | {without} | {with_it} | {name} | {shown} |")
-    return "\n".join(text) + "\n"
-
-
-def predictions_of(document: Mapping[str, Any]) -> dict[tuple[str, str], float]:
-    """(cell, arm) to the predicted mean time to first token in ms, from what `lamella validate --json` wrote."""
-    return {
-        (one["cell"], one["arm"]): one["predicted"]["ttft_ns"] / 1e6
-        for part in ("calibrate", "test")
-        for one in document.get(part, {}).get("arms", ())
-    }

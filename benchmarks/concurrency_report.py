@@ -8,7 +8,8 @@ A change counts only where the standard errors of both arms are at most 2%, the 
 baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
 shown" and why. Last come the goals beside what was measured, and what one thing at a time changes. Runs of one engine
 are joined; of runs of several commits `--newest` takes each cell from the last run named that has it, and `--each`
-writes what every run says by itself. Two GPUs stand beside one GPU's cell of their own commit where one has the same
+writes what every run says by itself. A goal of which several runs of today's `auto` have the cell has a line for all
+of them together. Two GPUs stand beside one GPU's cell of their own commit where one has the same
 T/P, whichever run is the last.
 """
 
@@ -27,16 +28,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from concurrency_choices import choices_table, link_table
 from concurrency_figures import ArmFigures, CellFigures, figures_of, verdicts_of
-from concurrency_goals import (
-    cells_table,
-    differences_table,
-    gains_table,
-    goals,
-    goals_table,
-    predictions_of,
-)
+from concurrency_goals import goals
 from concurrency_link import Link
 from concurrency_rules import Mean, Row
+from concurrency_runs import over_runs, with_runs
+from concurrency_tables import cells_table, differences_table, gains_table, goals_table, predictions_of
 from concurrency_two_gpus import beside_one_gpu, on_two_gpus
 
 
@@ -278,7 +274,7 @@ def main() -> int:
     print(choices_table(cells, commits_of(runs)))
     print(link_table(cells))
     beside = beside_one_gpu(by_run(runs)) if any(map(on_two_gpus, cells)) else []
-    print(goals_table([*goals(cells, verdicts, rows), *beside]))
+    print(goals_table([*with_runs(goals(cells, verdicts, rows), over_runs(by_run(runs))), *beside]))
     if asked.json:
         asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
     if asked.each:

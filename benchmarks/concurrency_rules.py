@@ -78,6 +78,19 @@ def change_of(mine: Mean, base: Mean, drift: float) -> Change:
     return Change(ratio - 1, error, not reasons, ", ".join(reasons))
 
 
+def judged(points: Mean, bound: float, drifts: Sequence[float] = ()) -> str:
+    """Whether a claim in points, a change or a difference of two, is `reached`, `missed` or `not shown: ...`.
+
+    Its own standard error must be at most `LARGEST_ERROR`, each baseline's drift at most `LARGEST_DRIFT`, and all that
+    lies within two standard errors of it on one side of the bound.
+    """
+    reasons = [f"standard error {100 * points.error:.1f} points"] if points.error > LARGEST_ERROR else []
+    reasons += [f"baseline drift {drift:.1%}" for drift in drifts if drift > LARGEST_DRIFT]
+    if abs(points.value - bound) < 2 * points.error:
+        reasons.append("within two standard errors of the aim")
+    return f"not shown: {', '.join(reasons)}" if reasons else "reached" if points.value <= bound else "missed"
+
+
 def counted(row: Row) -> list[Row]:
     """The requests of a repeat that count: not the first of a closed loop, which begin together."""
     requests: list[Row] = row["requests"]

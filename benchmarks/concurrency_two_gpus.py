@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from concurrency_figures import CellFigures
-from concurrency_goals import Line, baseline_of, chosen_of
-from concurrency_rules import Change, change_of
+from concurrency_goals import Line, chosen_of, gain_of
+from concurrency_rules import Mean, judged
 
 CONCURRENCY: Final = 4
 MOST_POINTS_SMALLER: Final = 0.05
@@ -67,7 +67,7 @@ def beside_one_gpu(runs: Iterable[tuple[str, Mapping[str, CellFigures]]]) -> lis
 
 
 def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
-    mine, ratio = _gain(two.cell, arm), two.cell.transfer_over_prefill
+    mine, ratio = gain_of(two.cell, arm), two.cell.transfer_over_prefill
     if mine is None or ratio is None:
         return
     found = [
@@ -79,32 +79,24 @@ def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
             other,
             gain,
             one.commit,
+            one.cell.drift,
         )
         for one in ones
         if all(one.cell.cell.get(name) == two.cell.cell.get(name) for name in _ALIKE)
-        and (gain := _gain(one.cell, arm)) is not None
+        and (gain := gain_of(one.cell, arm)) is not None
         and (other := one.cell.transfer_over_prefill) is not None
     ]
     if not found:
         return
-    another_ratio, another_commit, _apart, name, other, gain, commit = min(found)
-    smaller, error = mine.value - gain.value, math.hypot(mine.error, gain.error)
-    reasons = [f"{whose} {one.why_not}" for whose, one in (("two GPUs:", mine), ("one:", gain)) if not one.shown]
-    if another_ratio:
-        reasons.insert(0, "T/P is not the same")
-    state = "reached" if smaller <= MOST_POINTS_SMALLER else "missed"
+    another_ratio, another_commit, _apart, name, other, gain, commit, drift = min(found)
+    smaller = Mean(mine.value - gain.value, math.hypot(mine.error, gain.error), 1)
+    state = judged(smaller, MOST_POINTS_SMALLER, (two.cell.drift, drift))
     spec = two.cell.cell
     yield Line(
         f"two GPUs beside one, C = {CONCURRENCY}, {spec['hit']:,} + {spec['new']:,}, {arm}",
         f"gain at most {100 * MOST_POINTS_SMALLER:.0f} points smaller at the same T/P",
         f"{mine.value:+.1%} ± {mine.error:.1%} at T/P {ratio:.2f} ({two.commit}), one GPU {gain.value:+.1%} ± "
         f"{gain.error:.1%} at {other:.2f} in {name} ({commit if another_commit else 'same commit'}): "
-        f"{100 * smaller:+.1f} ± {100 * error:.1f} points",
-        f"not shown: {'; '.join(reasons)}" if reasons else state,
+        f"{100 * smaller.value:+.1f} ± {100 * smaller.error:.1f} points",
+        "not shown: T/P is not the same" if another_ratio else state,
     )
-
-
-def _gain(cell: CellFigures, arm: str) -> Change | None:
-    """The change of the time to first token against the better chunk-major form with the same graphs."""
-    base = baseline_of(cell, arm) if arm in cell.arms else None
-    return change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift) if base is not None else None

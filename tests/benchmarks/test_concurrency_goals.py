@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from concurrency_choices import choices_table
 from concurrency_figures import Verdict, figures_of
-from concurrency_goals import cells_table, differences_table, first_tokens, gains_table, goals, predictions_of
+from concurrency_goals import first_tokens, goals
 from concurrency_report import commits_of, each_run, newest
+from concurrency_tables import cells_table, differences_table, gains_table, predictions_of
 from concurrency_two_gpus import beside_one_gpu
 
 GOOD = Verdict(8, 0, 0, 0.1)
@@ -193,6 +194,21 @@ def test_an_open_loops_cell_is_told_from_a_closed_ones() -> None:
     assert [table.count(said) for said in ("8 bystanders | auto", "8 bystanders, 9 arrivals/s | auto")] == [1, 1]
 
 
+def test_a_throttled_tier_misses_and_mixed_sizes_are_told_in_the_gains() -> None:
+    arms = {"chunk_bounded": 100, "auto": 60}
+    rows = [*run("a", arms, tier_gb_per_s=5.0), *run("b", arms, miss_every=2), *run("c", arms, mix=[[100, 10]])]
+    told = [line.split(" | ")[1] for line in gains_table(figures_of(rows)).splitlines()[4:]]
+    assert told == ["100 + 10 → 50, tier of 5 GB/s", "100 + 10 → 50, 1 of 2 misses", "mixed sizes → 50"]
+
+
+def test_every_regret_beyond_what_is_allowed_is_named() -> None:
+    rows = [one for name, ttft in (("a", 52.0), ("b", 60.0), ("c", 55.0), ("d", 50.0))
+            for one in run(name, {"chunk_bounded": 100, "fifo_first": 50, "auto": ttft})]  # fmt: skip
+    assert said(rows)["auto's regret in 4 cells"] == (
+        "mean 8.5%, largest 20.0% in b (fifo_first), 10.0% in c (fifo_first)", "missed",
+    )  # fmt: skip
+
+
 def test_wrong_answers_count_only_where_the_early_reader_is_caught() -> None:
     rows = run("a", {"chunk_bounded": 100})
     caught = ("a", "early_read"), Verdict(0, 0, 8, 9.0)
@@ -253,6 +269,46 @@ def test_two_gpus_are_held_against_one_at_the_nearest_ratio(ttft: float, points:
     )
 
 
+def spread(rows: list[dict[str, Any]], arm: str, ms: float) -> list[dict[str, Any]]:
+    """The same with an arm's four repeats as far apart, two later by so much and two earlier, none drifting."""
+    for one in rows:
+        if one["arm"] == arm:
+            shift = round(1e3 * ms) * (-1 if one["repeat"] % 2 else 1)
+            one["requests"] = [
+                {**each, "token_us": [us + shift for us in each["token_us"]]} for each in one["requests"]
+            ]
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("ttft", "apart", "state"),
+    [
+        (46.0, 3.3, "reached"),  # +1.0 ± 1.9 points, though the arm's own standard error is 4.1%
+        (47.5, 3.3, "not shown: within two standard errors of the aim"),  # +2.5 ± 1.9
+        (60.0, 3.3, "missed"),  # +15.0 ± 1.9
+        (46.0, 3.6, "not shown: standard error 2.1 points, within two standard errors of the aim"),
+        (30.0, 3.6, "not shown: standard error 2.1 points"),
+    ],
+)
+def test_a_difference_of_gains_is_judged_by_its_own_error_in_points(ttft: float, apart: float, state: str) -> None:
+    two = spread(at_ratio("c_two_gpus_full", 0.75, ttft), "auto_full_graphs", apart)
+    assert beside(NEAR, two)[0][1] == state
+
+
+def test_a_difference_of_gains_is_not_shown_where_either_baseline_drifts() -> None:
+    def drifting(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for one in rows:
+            if one["arm"].startswith("chunk") and one["repeat"] > 1:
+                one["requests"] = [{**each, "token_us": [us + 6_000 for us in each["token_us"]]}
+                                   for each in one["requests"]]  # fmt: skip
+        return rows
+
+    quiet, two = at_ratio("near", 0.8, 45.0), at_ratio("c_two_gpus_full", 0.75, 40.0)
+    assert beside(quiet, two)[0][1] == "reached"
+    assert "baseline drift 5.8%" in beside(quiet, drifting(at_ratio("c_two_gpus_full", 0.75, 40.0)))[0][1]
+    assert "baseline drift 5.8%" in beside(drifting(at_ratio("near", 0.8, 45.0)), two)[0][1]
+
+
 def one_gpus(*cells: list[dict[str, Any]], commits: str) -> str:
     """The cell that two GPUs, of the last of these recordings, are held against."""
     ((measured, _state),) = beside(*cells, commits=commits)
@@ -297,7 +353,7 @@ def test_two_gpus_are_not_held_against_another_ratio_workload_or_noise() -> None
     for number, one in enumerate(noisy[4:]):
         one["requests"] = [{**request, "token_us": [1_000 + 46_000 + 9_000 * number, 201_000]}
                            for request in one["requests"]]  # fmt: skip
-    assert beside(NEAR, noisy)[0][1].startswith("not shown: two GPUs: standard error")
+    assert beside(NEAR, noisy)[0][1].startswith("not shown: standard error")
     assert beside(NEAR, FAR) == beside(two) == [], "only where both kinds are given"
     alone = [[{**row, "cell": {**row["cell"], "concurrency": 1}} for row in rows] for rows in (NEAR, two)]
     assert beside(*alone) == [], "the goal is about four at once"
