@@ -253,9 +253,12 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         policy, load = self._policy, job.request.load
         prefill = job.request.cached_tokens, self._scheduler.first_chunk_tokens(job)
         step_ns = sum(self._compute.step_layers_ns([prefill], 0, 0)) * self._overheads.beside_permille // WHOLE
-        bytes_ns = sum(load.slice_ns) - len(load.slice_ns) * policy.slice_ns
-        seen = Correction().after_load(policy.wire_ns(sum(load.slice_bytes) // policy.token_bytes), bytes_ns)
-        return replace(seen.after_steps(policy.step_ns([prefill]), step_ns), wire_seen=SEEN, steps_seen=SEEN)
+        bytes_ns = max(sum(load.slice_ns) - len(load.slice_ns) * policy.slice_ns, self._loads.reading_ns(job))
+        wire_ns, prefill_ns = policy.wire_ns(sum(load.slice_bytes) // policy.token_bytes), policy.step_ns([prefill])
+        seen = Correction()
+        for _ in range(SEEN):
+            seen = seen.after_load(wire_ns, bytes_ns).after_steps(prefill_ns, step_ns)
+        return seen
 
     # ---- what the scheduler side sees
 

@@ -86,6 +86,11 @@ class Loads:
         if not transfer.cancelled:
             self._carrier.submit(transfer)
 
+    def reading_ns(self, job: Job) -> int:
+        """How long the tier that the job's load comes from is busy with it; 0 if it comes from the host pool."""
+        reader = self._tiers.get(job.request.tier)
+        return reader.reading_ns(sum(job.request.load.slice_bytes)) if reader is not None else 0
+
     def cancel(self, job: Job) -> None:
         """What has not begun of the job's load is not carried any more."""
         if job.transfer is not None:

@@ -118,6 +118,10 @@ class TierReader:
         self._free_ns = 0
         self.busy_ns = 0
 
+    def reading_ns(self, num_bytes: int) -> int:
+        """How long the tier is busy with so many bytes."""
+        return self._tier.slice_ns(num_bytes)
+
     def fetch(self, transfer: Transfer, on_slice: Callable[[], None]) -> None:
         """The transfer's slices will be available one by one; `on_slice` is called with each."""
         transfer.available = 0

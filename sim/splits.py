@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
+from lamella.sim.checks import RecordedArm, Where
 from lamella.sim.recorded import RecordedRun
 from lamella.sim.settings import StepsWait
 
@@ -20,11 +21,13 @@ class Known(NamedTuple):
         slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace; arms in which
             that shows are not judged by.
         other_auto: its `auto` went by other rules than the model's, which is not judged by those arms.
+        held_out: overheads are measured in none of its cells: the model is judged by all of them.
     """
 
     steps_wait: StepsWait = StepsWait.BATCH
     slow_lane: bool = False
     other_auto: bool = False
+    held_out: bool = False
 
 
 NOTHING_KNOWN: Final[Mapping[str, Known]] = MappingProxyType({})
@@ -75,10 +78,22 @@ class Split(NamedTuple):
     def tell(self, run: RecordedRun) -> RecordedRun:
         """The run with what is known of each repeat's commit; a repeat of no named commit is left as it is."""
         repeats = [
-            replace(repeat, **self.commits[repeat.commit]._asdict()) if repeat.commit in self.commits else repeat
+            replace(repeat, steps_wait=known.steps_wait, slow_lane=known.slow_lane, other_auto=known.other_auto)
+            if (known := self.commits.get(repeat.commit)) is not None
+            else repeat
             for repeat in run.repeats
         ]
         return replace(run, repeats=tuple(repeats))
+
+    def arms_of(self, arms: Mapping[Where, Mapping[str, RecordedArm]]) -> dict[str, list[RecordedArm]]:
+        """By list, "calibrate" and "test", the arms of its cells; all of a held-out commit are to be judged by."""
+        held_out = {commit for commit, known in self.commits.items() if known.held_out}
+        lists: dict[str, list[RecordedArm]] = {"calibrate": [], "test": []}
+        for name, cells in (("test", self.test), ("calibrate", self.calibrate)):
+            for cell in cells:
+                for where in (where for where in arms if where.cell == cell):
+                    lists["test" if where.commit in held_out else name].extend(arms[where].values())
+        return lists
 
 
 def _known(commit: str, facts: Any) -> Known:
@@ -87,8 +102,9 @@ def _known(commit: str, facts: Any) -> Known:
         raise ValueError(f"commit {commit}: known are {', '.join(Known._fields)}, got {facts!r}")
     if facts.get("steps_wait", ways[0]) not in ways:
         raise ValueError(f"commit {commit}: steps_wait must be one of {', '.join(ways)}, got {facts['steps_wait']!r}")
-    for name in ("slow_lane", "other_auto"):
+    names = ("slow_lane", "other_auto", "held_out")
+    for name in names:
         if not isinstance(facts.get(name, False), bool):
             raise ValueError(f"commit {commit}: {name} must be true or false, got {facts[name]!r}")
-    flags = (facts.get(name, False) for name in ("slow_lane", "other_auto"))
+    flags = (facts.get(name, False) for name in names)
     return Known(StepsWait(facts.get("steps_wait", ways[0])), *flags)

@@ -336,10 +336,7 @@ def validate(
     """
     run = split.tell(run)
     arms, left_out = group_arms(run.repeats, inputs)
-    lists = {
-        name: [arm for cell in cells for where in arms if where.cell == cell for arm in arms[where].values()]
-        for name, cells in (("calibrate", split.calibrate), ("test", split.test))
-    }
+    lists = split.arms_of(arms)
     for where, of in arms.items():
         if where.cell not in (*split.calibrate, *split.test):
             reason = f"cell {where.cell}: in neither list"

@@ -17,14 +17,17 @@ import pytest
 from lamella.reference import hand_out
 from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_view import Abilities, AutoView, Decision
+from lamella.reference.correction import Correction
 from lamella.reference.release import WeighedRelease
 from lamella.sim import auto as sim_auto
 from lamella.sim.ahead import Pass
-from lamella.sim.auto import AutoAheadEngine
+from lamella.sim.auto import SEEN, AutoAheadEngine
+from lamella.sim.hardware import Hardware, Tier
 from lamella.sim.overheads import open_overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.records import RequestRecord
 from lamella.sim.requests import Job
+from lamella.sim.serving import run_world
 from lamella.sim.settings import SubmitAt
 from lamella.sim.strategies import AUTO, CHUNK_MAJOR, Device, Regime, Strategy, parse_strategy
 from lamella.sim.world import World
@@ -163,6 +166,28 @@ def test_a_bare_engine_has_no_lag_and_releases_at_its_polls() -> None:
         world.run()
         assert any(views) == (device is not bare)
         views.clear()
+
+
+@pytest.mark.parametrize("tier_bytes_per_s", [None, 20_000_000_000, 5_000_000_000])
+def test_it_begins_with_what_its_link_or_the_tier_before_it_has_taught_it(
+    monkeypatch: pytest.MonkeyPatch, tier_bytes_per_s: int | None
+) -> None:
+    """A load from a tier lands as the tier reads it, eleven times as slowly as the link at the least rate here."""
+    settle, found = AutoAheadEngine._settled, []
+
+    def watched(engine: AutoAheadEngine, job: Job) -> Correction:
+        found.append(settle(engine, job))
+        return found[-1]
+
+    monkeypatch.setattr(AutoAheadEngine, "_settled", watched)
+    device = Device(load_profile(), extrapolate=True).with_overheads(open_overheads(SHIPPED).overheads)
+    tiers = () if tier_bytes_per_s is None else (Tier("tier", tier_bytes_per_s),)
+    run_world(device, Regime(15_360, 768, 2, 4), AUTO, 2, 0, hardware=Hardware(tiers=tiers))
+    (settled,) = found
+    link_bytes_per_s = device.profile.wire.h2d_bytes_per_s
+    slower = link_bytes_per_s / min(link_bytes_per_s, tier_bytes_per_s or link_bytes_per_s)
+    assert 0.8 * slower <= settled.wire <= 1.1 * slower
+    assert (settled.wire_seen, settled.steps_seen) == (SEEN, SEEN)
 
 
 def test_chunk_major_is_left_to_the_workers_looks_as_the_connector_leaves_it() -> None:

@@ -36,6 +36,7 @@ KNOWN = MeasuredOverheads("an engine", "made up", TRUE, {})
         ),
         ('{"test": ["a"], "commits": {"c": {"slow_lane": 1}}}', "slow_lane must be true or false, got 1"),
         ('{"test": ["a"], "commits": {"c": {"other_auto": 0}}}', "other_auto must be true or false, got 0"),
+        ('{"test": ["a"], "commits": {"c": {"held_out": "yes"}}}', "held_out must be true or false, got 'yes'"),
     ],
 )
 def test_a_split_that_proves_nothing_is_refused(text: str, words: str) -> None:
@@ -104,6 +105,25 @@ def test_each_engine_is_predicted_with_what_its_own_cells_show() -> None:
     assert set(own.engines) == {"quick", "slow"}
     assert not mixed.engines
     assert own.test.error_at(1.0) < 0.06 < mixed.test.error_at(1.0)
+
+
+def test_a_held_out_commit_is_judged_by_all_its_cells_and_fitted_to_by_none() -> None:
+    """Not even by those that overheads of other engines are measured in."""
+    slow = replace(TRUE, launch_ns=2 * TRUE.launch_ns, prefill_launch_ns=2 * TRUE.prefill_launch_ns)
+    lines = [
+        json.dumps({**json.loads(line), "commit": commit})
+        for commit, overheads in (("old", TRUE), ("new", slow))
+        for line in recorded_lines([cell("a", 3), cell("d", 1)], DEVICE, overheads)
+    ]
+    run = read_recorded(lines, "x")
+    old, new = (replace(run, repeats=tuple(one for one in run.repeats if one.commit == of)) for of in ("old", "new"))
+    split = Split.parse('{"calibrate": ["a"], "test": ["d"], "commits": {"new": {"held_out": true}}}')
+    both, alone = validate(run, DEVICE, split), validate(old, DEVICE, split)
+    assert both.overheads == alone.overheads
+    assert set(both.engines) == {"old"}
+    assert both.calibrate == alone.calibrate
+    assert {(arm.cell, arm.commit) for arm in both.test.arms} == {("d", "old"), ("d", "new"), ("a", "new")}
+    assert not validate(new, DEVICE, split, KNOWN).calibrate.arms
 
 
 def test_the_same_cell_of_two_commits_is_two() -> None:
