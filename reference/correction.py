@@ -100,8 +100,9 @@ class Correction:
         longest_ns = max(one_ns, _FORGETS * self.longest_ns)
         is_launch = computed_ns < self.least_ns
         if is_launch or (took_ns > CLEARLY * expected_ns and one_ns < SHORT * longest_ns):
-            gain = _DOWN_GAIN if took_ns < expected_ns else _gain(self.least_seen)
-            least_ns = _towards(expected_ns, took_ns, gain)
+            known_ns = self.least_ns if self.least_seen else expected_ns  # once known, it alone is what moves
+            gain = _DOWN_GAIN if took_ns < known_ns else _gain(self.least_seen)
+            least_ns = _towards(known_ns, took_ns, gain)
             return replace(self, least_ns=least_ns, least_seen=self.least_seen + 1, longest_ns=longest_ns)
         steps = _moved(self.steps, took_ns / one_ns, self.steps_seen)
         return replace(self, steps=steps, steps_seen=self.steps_seen + 1, longest_ns=longest_ns)
