@@ -111,7 +111,7 @@ def test_hiccups_spoil_no_more_with_a_least_time_than_with_a_factor_alone(seed: 
         correction = correction.after_steps(profile_ms * MS, round(truth_ms * hiccup * MS))
     wrong.sort()
     assert wrong[len(wrong) // 2] < 1.1
-    assert wrong[round(0.97 * len(wrong))] < 1.35  # up to 2 where a long step's hiccup moved the least from that step's time
+    assert wrong[round(0.97 * len(wrong))] < 1.35  # up to 2 where it moved from a long step's time
 
 
 def test_what_was_learned_of_short_steps_alone_gives_way_to_long_ones() -> None:
