@@ -36,7 +36,10 @@ def choices_table(cells: Mapping[str, CellFigures], commits: Mapping[str, str]) 
 
 
 def link_table(cells: Mapping[str, CellFigures]) -> str:
-    """Of the arm that chooses, where several requests share the link: its first tokens beside the link's floor."""
+    """Of the arm that chooses, where several requests share the link: its first tokens beside the link's floor.
+
+    Not of cells behind a throttled tier, which no raw copy measures, nor of those with misses, which load nothing.
+    """
     text = [
         "### the arm that chooses: the least mean time to first token that the link allows for its arrivals",
         "",
@@ -44,7 +47,9 @@ def link_table(cells: Mapping[str, CellFigures]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, cell in sorted(cells.items()):
-        for arm in chosen_of(cell) if cell.cell["concurrency"] > 1 else ():
+        if cell.cell["concurrency"] == 1 or cell.cell["tier_gb_per_s"] or cell.cell["miss_every"]:
+            continue
+        for arm in chosen_of(cell):
             mine = cell.arms[arm]
             if mine.link_floor is None or mine.link_behind_ms is None or mine.last_layer_ms is None:
                 continue

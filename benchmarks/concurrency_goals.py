@@ -164,7 +164,7 @@ def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: fl
         if cell is None:
             continue
         for arm in chosen_of(cell):
-            if cell_name != name and name in cells and graphs_of(arm) == "piecewise":
+            if cell_name != name and name in cells and arm in cells[name].arms and graphs_of(arm) == "piecewise":
                 continue
             base = baseline_of(cell, arm)
             if base is None:
