@@ -25,9 +25,11 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 DEVICE = Device(load_profile())
 SAMPLED = 9
-COMMITS = ("f520c5b", "b0a0d48", "8c350d8", "53723eb", "4b1f1f9")
-"""Of the recordings in which `auto` releases by forecast; the last one's rules are the model's."""
-WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+HELD_OUT = ("99ca007", "e6b6de6", "f8adb2c")
+"""Recorded when the overheads had been measured and shipped."""
+COMMITS = ("f520c5b", "b0a0d48", "8c350d8", "53723eb", "4b1f1f9", *HELD_OUT)
+"""Of the recordings in which `auto` releases by forecast; the last four's rules are the model's."""
+WORDS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
 CHUNK_MAJOR = ("chunk_full_graphs", "chunk_deep_full_graphs")
 
 
@@ -52,10 +54,7 @@ def split() -> Split:
 def test_the_committed_recordings_give_the_figures_that_are_kept(kept: dict[str, Any], split: Split) -> None:
     run = split.tell(read_all())
     arms, _ = group_arms(run.repeats)
-    lists = {
-        name: [arm for cell in cells for where in arms if where.cell == cell for arm in arms[where].values()]
-        for name, cells in (("calibrate", split.calibrate), ("test", split.test))
-    }
+    lists = split.arms_of(arms)
     overheads = measure(lists["calibrate"], run, DEVICE)
     engines = measure_each(lists["calibrate"], run, DEVICE, overheads.overheads)
     assert overheads == open_overheads("vllm-0.26-h200-llama-3.1-8b")
@@ -83,9 +82,9 @@ def test_the_committed_recordings_give_the_figures_that_are_kept(kept: dict[str,
 def test_the_figures_that_decide_are_the_kept_ones(kept: dict[str, Any]) -> None:
     test = kept["test"]
     assert test["median_error"] <= 0.05
-    assert test["signs_right"] >= test["signs_shown"] - 2 >= 80
-    assert sorted(advice["regret"] for advice in test["advice"])[-3] <= 0.03, "the aim is missed in two cells"
-    assert test["largest_regret"] <= 0.06
+    assert test["signs_right"] >= test["signs_shown"] - 3 >= 150
+    assert sorted(advice["regret"] for advice in test["advice"])[-6] <= 0.03, "the aim is missed in five cells"
+    assert test["largest_regret"] <= 0.11
     assert {(arm["cell"], arm["arm"]) for arm in test["arms"] if arm["spoiled"]} == {
         ("c4_hit12288_new2866_chunk4096", "auto"),
         ("c4_hit12288_new2866_chunk4096", "fifo_first"),
@@ -93,7 +92,7 @@ def test_the_figures_that_decide_are_the_kept_ones(kept: dict[str, Any]) -> None
         ("c8_hit12288_new2866_chunk4096", "auto"),
     }
     autos = {arm["commit"][:7] for arm in test["arms"] if "auto" in arm["arm"] and arm["judged"]}
-    assert autos == {COMMITS[-1]}
+    assert autos == set(COMMITS[-4:])
 
 
 def test_the_documentation_quotes_them(kept: dict[str, Any]) -> None:
@@ -111,12 +110,49 @@ def test_the_documentation_quotes_them(kept: dict[str, Any]) -> None:
     assert [said for commit in COMMITS if (said := f"{commit} {by_commit(kept, commit)}") not in words] == []
 
 
+def test_nothing_was_fitted_to_the_commits_that_are_held_out(kept: dict[str, Any], split: Split) -> None:
+    assert {commit[:7] for commit, known in split.commits.items() if known.held_out} == set(HELD_OUT)
+    for name in ("calibrate", "test"):
+        found = {arm["commit"][:7] for arm in kept[name]["arms"]}
+        assert found & set(HELD_OUT) == (set() if name == "calibrate" else set(HELD_OUT))
+    assert not {commit[:7] for commit in kept["overheads_of_engines"]} & set(HELD_OUT)
+
+
+def test_the_documentation_quotes_the_held_out(kept: dict[str, Any]) -> None:
+    words = " ".join((ROOT / "docs" / "model.md").read_text(encoding="utf-8").split())
+    arms = [arm for arm in kept["test"]["arms"] if arm["commit"].startswith(HELD_OUT)]
+    judged = [arm for arm in arms if arm["judged"]]
+    shown = [sign for sign in kept["test"]["signs"] if sign["shown"] and sign["commit"].startswith(HELD_OUT)]
+    autos = [sign for sign in shown if sign["arm"].startswith("auto")]
+    assert all(sign["right"] for sign in autos)
+    for said in (
+        f"Of {len(judged)} arms judged by, **{' in the median and '.join(two_of(judged))} at p90**",
+        f"(of all {len(arms)} arms {' and '.join(two_of(arms))})",
+        f"{sum(sign['right'] for sign in shown)} of {len(shown)} sides of zero right, among them all {len(autos)} of",
+    ):
+        assert said in words, said
+    for title, name in (
+        ("chunk-major, bounded", "chunk_full_graphs"),
+        ("chunk-major, all at once", "chunk_deep_full_graphs"),
+        ("`fifo_full_graphs`", "fifo_full_graphs"),
+        ("`auto_full_graphs`", "auto_full_graphs"),
+        ("`sync_full_graphs`", "sync_full_graphs"),
+    ):
+        of = [arm for arm in judged if arm["arm"] == name]
+        assert f"| {title} | {len(of)} | {', '.join(two_of(of))} |" in words, name
+
+
+def two_of(arms: list[dict[str, Any]]) -> tuple[str, str]:
+    """Median and p90 of their errors."""
+    errors = sorted(abs(arm["error"]) for arm in arms)
+    median, p90 = (errors[math.ceil(share * len(errors)) - 1] for share in (0.5, 0.9))
+    return f"{median:.1%}", f"{p90:.1%}"
+
+
 def by_commit(kept: dict[str, Any], commit: str) -> str:
     """Median and p90 of a commit's errors, and how many."""
-    arms = kept["test"]["arms"]
-    errors = sorted(abs(arm["error"]) for arm in arms if arm["judged"] and arm["commit"].startswith(commit))
-    median, p90 = (errors[math.ceil(share * len(errors)) - 1] for share in (0.5, 0.9))
-    return f"{median:.1%} and {p90:.1%} ({len(errors)}"
+    found = [arm for arm in kept["test"]["arms"] if arm["judged"] and arm["commit"].startswith(commit)]
+    return f"{' and '.join(two_of(found))} ({len(found)}"
 
 
 def test_the_readme_quotes_them(kept: dict[str, Any]) -> None:
@@ -124,8 +160,9 @@ def test_the_readme_quotes_them(kept: dict[str, Any]) -> None:
     row = text.partition("| simulator, regime map, trace replay, explanations |")[2].partition("\n")[0]
     arms, advice = test["arms"], test["advice"]
     judged = sum(arm["judged"] for arm in arms)
-    wrong = sorted(f"{one['regret']:.1%}" for one in advice if one["regret"] >= 0.001)
-    autos = [arm["error"] for arm in arms if "auto" in arm["arm"] and arm["judged"]]
+    *off, most = [f"{regret:.1%}" for regret in sorted(one["regret"] for one in advice) if regret >= 0.001]
+    least, *autos = sorted(arm["error"] for arm in arms if "auto" in arm["arm"] and arm["judged"])
+    held_out = [arm for arm in arms if arm["judged"] and arm["commit"].startswith(HELD_OUT)]
     for said in (
         f"by {WORDS[len({arm['commit'] for arm in arms})]} commits",
         f"measured in {WORDS[len({arm['cell'] for arm in kept['calibrate']['arms']})]} cells",
@@ -134,8 +171,10 @@ def test_the_readme_quotes_them(kept: dict[str, Any]) -> None:
         f"over all {len(arms)} arms {test['median_error_of_all']:.1%} and {test['p90_error_of_all']:.1%}",
         f"{sum(arm['other_auto'] for arm in arms)} of `auto`",
         f"right in {test['signs_right']} of {test['signs_shown']} effects",
-        f"best in {len(advice) - len(wrong)} of {len(advice)} cells by commit, {' and '.join(wrong)} off",
-        f"off by {min(autos):+.0%} to {max(autos):+.0%} in {WORDS[len(autos)]} cells".replace("-", "−"),
+        f"best in {len(advice) - len(off) - 1} of {len(advice)} cells by commit, {', '.join(off)} and {most} off",
+        f"off by {autos[0]:+.0%} to {autos[-1]:+.0%} in {len(autos)} cells by commit".replace("-", "−"),
+        f"and {least:+.0%} in one with misses".replace("-", "−"),
+        f"{' and '.join(two_of(held_out))} of their {len(held_out)} arms",
     ):
         assert said in row, said
 
