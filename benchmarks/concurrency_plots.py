@@ -32,7 +32,7 @@ _COLOURS: Final = {
 
 
 def draw(cells: Mapping[str, CellFigures], folder: Path) -> list[Path]:
-    """Both pictures are in the folder; returns their paths.
+    """Both pictures are in the folder; returns their paths. Cells of which no arm has a colour are left out.
 
     Raises:
         ImportError: matplotlib is missing: pip install 'lamella[plot]'.
@@ -43,6 +43,7 @@ def draw(cells: Mapping[str, CellFigures], folder: Path) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "concurrency", "font.size": 8})  # the same bytes each time
     import matplotlib.pyplot as plt
 
+    cells = {name: cell for name, cell in cells.items() if cell.arms.keys() & _COLOURS.keys()}
     folder.mkdir(parents=True, exist_ok=True)
     return [_changes(plt, cells, folder / "ttft-change.svg"), _trade(plt, cells, folder / "ttft-and-tpot.svg")]
 
