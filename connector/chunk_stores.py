@@ -119,7 +119,7 @@ class ChunkStores:
         if len(keys) < end or blocks is None:
             return []
         self._kept_chunks[one.request] = end
-        orders = self.objects.reserve(one.request, keys[first:], first, blocks, self._take_number)
+        orders = self.objects.reserve(one.request, keys, first, blocks, self._take_number)
         if orders is None:
             self._metrics.count("stores_without_room")
         return [order for found in orders or () if (order := self._begin(found)) is not None]

@@ -49,7 +49,15 @@ class Objects(Protocol):
         blocks: BlockTables,
         take_number: Callable[[], int],
     ) -> list[StoreOrder] | None:
-        """Orders to store those of the chunks that are not kept yet; None: there is no room for them now."""
+        """Orders to store those of the chunks that are not kept yet; None: there is no room for them now.
+
+        Args:
+            request: its name.
+            keys: of the sequence's chunks from chunk 0 on; those before `first_chunk` are not stored again.
+            first_chunk: the first to store.
+            blocks: of the request.
+            take_number: gives each store its number.
+        """
 
     def drop(self, order: StoreOrder) -> None:
         """The order is not given to anybody."""
@@ -96,6 +104,7 @@ class PoolObjects:
         """Slots that the index knows of."""
         self._tier: TierPrefetch | None = None
         self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
+        self._prefixes: dict[int, Sequence[ChunkKey]] = {}  # of stores under way: what comes before them
 
     def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
         """As `Objects.set_ranks`."""
@@ -134,10 +143,13 @@ class PoolObjects:
         take_number: Callable[[], int],
     ) -> list[StoreOrder] | None:
         """As `Objects.reserve`."""
-        reserved = self.index.reserve(keys)
+        prefix, wanted = keys[:first_chunk], keys[first_chunk:]
+        if self._tier is None and not self.index.holds(prefix):
+            return None  # they could never be hit
+        reserved = self.index.reserve(wanted, behind=prefix)
         if reserved is None:
             return None
-        place = {key: first_chunk + offset for offset, key in enumerate(keys)}
+        place = {key: first_chunk + offset for offset, key in enumerate(wanted)}
         runs: list[list[tuple[int, int, ChunkKey]]] = []
         for key, slot in zip(reserved.keys, reserved.slots, strict=True):
             if runs and runs[-1][-1][0] == place[key] - 1:
@@ -149,19 +161,24 @@ class PoolObjects:
         for run in runs:
             chunks, slots, own = zip(*run, strict=True)
             end = (chunks[-1] + 1) * size
-            orders.append(StoreOrder(take_number(), request, slots, chunks[0], blocks, end, chunks[0] * size, own))
+            number = take_number()
+            self._prefixes[number] = keys[: chunks[0]]
+            orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, own))
         return orders
 
     def drop(self, order: StoreOrder) -> None:
         """As `Objects.drop`."""
+        del self._prefixes[order.number]
         self.index.abandon(order.slots)
 
     def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
         """As `Objects.store_ended`."""
+        prefix = self._prefixes.pop(order.number)
         if not ok:
             self.index.abandon(order.slots)
             return
         self.index.commit(order.slots)
+        self.index.touch(prefix)  # a prompt computed in several steps too loses its tail before its head
         if self._settings.file_tier is not None:  # a tier reads the slots until its put has ended
             self.index.pin(order.keys)
             self._puts[order.number] = (order.slots, Ended(0, True))

@@ -85,6 +85,10 @@ class SlotIndex:
         found = self._by_key.get(key)
         return found is not None and found.state is ObjectState.READY
 
+    def holds(self, keys: Sequence[ChunkKey]) -> bool:
+        """Whether each of them is READY or being written."""
+        return all(key in self._by_key for key in keys)
+
     def ready_keys(self) -> tuple[ChunkKey, ...]:
         """Keys of every READY object."""
         return tuple(key for key in self._by_key if self.is_ready(key))
@@ -147,11 +151,18 @@ class SlotIndex:
             else:
                 self._evictable[found.key] = found
 
-    def reserve(self, keys: Sequence[ChunkKey]) -> Reserved | None:
+    def touch(self, keys: Sequence[ChunkKey]) -> None:
+        """Objects of a prefix that could be evicted are now the most recently used, the first one most of all."""
+        for key in reversed(keys):
+            if key in self._evictable:
+                self._evictable.move_to_end(key)
+
+    def reserve(self, keys: Sequence[ChunkKey], behind: Sequence[ChunkKey] = ()) -> Reserved | None:
         """Slots for those of `keys` that have none yet, consecutive where that is possible; or None, all or nothing.
 
         Keys that are READY or being written by another keep what they have, are left out of the result, and are not
-        evicted to make room for the others.
+        evicted to make room for the others; nor are those that come before them in the same prefix, `behind`, without
+        which they could never be hit.
 
         Raises:
             ValueError: a key named twice.
@@ -161,7 +172,7 @@ class SlotIndex:
         missing = tuple(key for key in keys if key not in self._by_key)
         if not missing:
             return Reserved((), (), ())
-        victims = self._victims(len(missing) - len(self._free), frozenset(keys))
+        victims = self._victims(len(missing) - len(self._free), frozenset((*keys, *behind)))
         if victims is None:
             return None
         for victim in victims:

@@ -183,7 +183,8 @@ class EngineObjects:
         if self._session.is_lost:
             return []
         self._no_room = False
-        orders = allocate(self, request, keys, blocks, first_chunk, self._chunk_tokens, EVERY_RANK, take_number)
+        wanted = keys[first_chunk:]
+        orders = allocate(self, request, wanted, blocks, first_chunk, self._chunk_tokens, EVERY_RANK, take_number)
         return None if self._no_room and not orders else list(orders)
 
     @property
