@@ -74,6 +74,8 @@ def test_an_arm_with_graphs_of_its_own_is_held_against_chunk_major_with_the_same
     assert found["C = 1, new = 768, auto"][0].startswith("-40.0%"), "no other cell says it"
     both = said([*run(ONE, {"chunk_bounded": 100, "auto": 70}), *run(f"{ONE}_graphs", arms)])
     assert both["C = 1, new = 768, auto"][0].startswith("-30.0%"), "the cell of that name says it"
+    beside_a_peer = said([*run(ONE, {"peer_offloading": 90}), *run(f"{ONE}_graphs", arms)])
+    assert beside_a_peer["C = 1, new = 768, auto"][0].startswith("-40.0%"), "the cell of that name has no such arm"
 
 
 def test_the_ceilings_share_is_asked_only_where_transfer_and_prefill_are_alike() -> None:
