@@ -25,7 +25,7 @@ from concurrency_goals import (
 from concurrency_rules import LARGEST_DRIFT, Mean, judged
 
 TODAYS: Final = frozenset({"99ca007", "e6b6de6", "f8adb2c"})
-"""The commits, as seven digits, whose `auto` decides as today's does."""
+"""The commits, as seven digits, whose `auto` chooses by today's rules; what a hiccup teaches it was mended later."""
 
 
 def weighed(values: Sequence[Mean]) -> Mean:
