@@ -165,7 +165,7 @@ GROUPS: Final[dict[str, Group]] = {
                 most_repeats=5,
             ),
             _named(_CORE[2], "out50_full", output=50, requests=22, arms=_FULL_FOUR, repeats=2, most_repeats=4),
-            _named(_CORE[0], "tier5_full", tier_gb_per_s=5.0, requests=6, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            _named(_CORE[0], "tier5_full", tier_gb_per_s=5.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=4),
             _named(
                 _CORE[0], "tier20_full", tier_gb_per_s=20.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=6
             ),
@@ -238,7 +238,7 @@ GROUPS: Final[dict[str, Group]] = {
                 arms=(BASELINE, "fifo_first", "fifo_jit", "auto", "auto_heavy"),
                 repeats=3,
             ),
-            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=6, arms=_FOUR, repeats=2, most_repeats=4),
+            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=12, arms=_FOUR, repeats=2, most_repeats=4),
             _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, arms=_FOUR, repeats=2, most_repeats=6),
             _named(
                 _MIDDLE,
