@@ -90,6 +90,9 @@ def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
         return
     another_ratio, another_commit, _apart, name, other, gain, commit, drift = min(found)
     smaller = Mean(mine.value - gain.value, math.hypot(mine.error, gain.error), 1)
+    reasons = [f"{whose} {one.why_not}" for whose, one in (("two GPUs:", mine), ("one:", gain)) if not one.shown]
+    if another_ratio:
+        reasons.insert(0, "T/P is not the same")
     state = judged(smaller, MOST_POINTS_SMALLER, (two.cell.drift, drift))
     spec = two.cell.cell
     yield Line(
@@ -98,5 +101,5 @@ def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
         f"{mine.value:+.1%} ± {mine.error:.1%} at T/P {ratio:.2f} ({two.commit}), one GPU {gain.value:+.1%} ± "
         f"{gain.error:.1%} at {other:.2f} in {name} ({commit if another_commit else 'same commit'}): "
         f"{100 * smaller.value:+.1f} ± {100 * smaller.error:.1f} points",
-        "not shown: T/P is not the same" if another_ratio else state,
+        f"not shown: {'; '.join(reasons)}" if reasons else state,
     )

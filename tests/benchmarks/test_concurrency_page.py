@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 from typing import Any
 
+import concurrency_rules
 import pytest
 from concurrency_choices import choices_table, link_table
 from concurrency_figures import figures_of, verdicts_of
 from concurrency_goals import goals
 from concurrency_report import by_run, commit_of, commits_of, each_run, newest, read, summary
-from concurrency_rules import Mean, change_of, ttft_ms
+from concurrency_rules import Mean, change_of, host_measures, slow_of, ttft_ms
 from concurrency_runs import TODAYS, over_runs, with_runs
 from concurrency_tables import differences_table, gains_table, goals_table
 from concurrency_two_gpus import beside_one_gpu
@@ -231,13 +232,22 @@ def test_what_is_said_in_words_is_what_the_recordings_say(page: str, recorded: R
     assert len(unspoken(changed, recorded)) == 2
 
 
-def test_what_two_gpus_gain_with_nothing_set_aside_is_said(page: str, recorded: Recorded) -> None:
+def test_what_two_gpus_gain_wherever_the_limit_lies_is_said(
+    page: str, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
     every = [row for row in recorded[TWO_GPUS[-1]] if row["kind"] == "repeat"
              and row["cell"]["name"] == "c4_hit15360_new768_chunk256_two_gpus_full"]  # fmt: skip
     mine, base = (
         Mean.of([ttft_ms(row) for row in every if row["arm"] == f"{arm}_full_graphs"]) for arm in ("auto", "chunk")
     )
     gain = change_of(mine, base, 0)
+    for limit in (1.3, 1.5, 2.2):
+        monkeypatch.setattr(concurrency_rules, "SLOW_HOST", limit)
+        slow = slow_of(every, host_measures)
+        left = [Mean.of([ttft_ms(row) for row in every if row["arm"] == f"{arm}_full_graphs" and id(row) not in slow])
+                for arm in ("auto", "chunk")]  # fmt: skip
+        one = change_of(*left, 0)
+        assert re.search(rf"\b{limit}\b[^.]*? (it gained )?{-100 * one.value:.1f}% ± {100 * one.error:.1f}\b", page)
     said = f"Over all {len(every)}, slow cores too, it gained {-100 * gain.value:.1f}%, with an error of "
     assert f"{said}{100 * gain.error:.1f} points" in " ".join(page.split())
 
