@@ -8,7 +8,7 @@ from typing import Any
 from concurrency_arms import DIFFERENCES
 from concurrency_figures import CellFigures
 from concurrency_goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, graphs_of, regret_of
-from concurrency_rules import change_of
+from concurrency_rules import Change, change_of
 
 
 def goals_table(lines: Sequence[Line]) -> str:
@@ -30,10 +30,8 @@ def cells_table(cells: Mapping[str, CellFigures], predicted: Mapping[tuple[str, 
             base = baseline_of(cell, arm)
             if base is None:
                 continue
-            changes = [
-                change_of(getattr(cell.arms[arm], figure), getattr(cell.arms[base], figure), cell.drift)
-                for figure in ("ttft", "e2e", "requests_per_s", "tpot")
-            ]
+            ttft, e2e, tpot, throughput = _changes(cell, base, arm)
+            changes = [ttft, e2e, throughput, tpot]
             shares = "-"
             if cell.ceiling is not None and cell.cell["concurrency"] == 1:
                 shares = f"{-changes[0].value / cell.ceiling:.0%} of {cell.ceiling:.0%}"
@@ -64,10 +62,7 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
             if base is None or arm.startswith(NO_OVERLAP):
                 continue
             before, after = cell.arms[base], cell.arms[arm]
-            changes = [
-                change_of(getattr(after, figure), getattr(before, figure), cell.drift)
-                for figure in ("ttft", "e2e", "tpot", "requests_per_s")
-            ]
+            changes = _changes(cell, base, arm)
             text.append(
                 f"| {facts['concurrency']} | {_workload(facts)} | {arm} | {before.ttft.value:.1f} → "
                 f"{after.ttft.value:.1f} | {changes[0].value:+.1%} ± {changes[0].error:.1%}"
@@ -76,6 +71,14 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
                 + " |"
             )
     return "\n".join(text) + "\n"
+
+
+def _changes(cell: CellFigures, before: str, after: str) -> list[Change]:
+    """From one arm to another: time to first token, whole answers, time per token, throughput."""
+    return [
+        change_of(getattr(cell.arms[after], figure), getattr(cell.arms[before], figure), cell.drift)
+        for figure in ("ttft", "e2e", "tpot", "requests_per_s")
+    ]
 
 
 def _workload(facts: Mapping[str, Any]) -> str:
@@ -98,10 +101,7 @@ def differences_table(cells: Mapping[str, CellFigures]) -> str:
         for name, cell in cells.items():
             if not {without, with_it} <= set(cell.arms):
                 continue
-            changes = [
-                change_of(getattr(cell.arms[with_it], figure), getattr(cell.arms[without], figure), cell.drift)
-                for figure in ("ttft", "e2e", "tpot", "requests_per_s")
-            ]
+            changes = _changes(cell, without, with_it)
             shown = " | ".join(f"{one.value:+.1%} ± {one.error:.1%}{'*' if one.shown else ''}" for one in changes)
             text.append(f"| {what} | {without} | {with_it} | {name} | {shown} |")
     return "\n".join(text) + "\n"
