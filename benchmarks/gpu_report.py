@@ -132,7 +132,7 @@ def step_sanitizer(out: Path, _: argparse.Namespace) -> dict[str, Any]:
 
 def planted_faults() -> list[Any]:
     """Those of the header that kernels and planner share."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
     from mutants import HEADER, MUTANTS  # type: ignore[import-not-found]
 
     return [mutant for mutant in MUTANTS if mutant.path == HEADER]
@@ -195,10 +195,9 @@ def step_mutants(out: Path, options: argparse.Namespace) -> list[dict[str, Any]]
 
 def step_stress(out: Path, options: argparse.Namespace, seed: int) -> dict[str, Any]:
     path = out / f"stress-{seed}.json"
-    command = [sys.executable, "tests/stress.py", "--device", options.device, "--seconds", str(options.stress_seconds)]
-    code = run(
-        [*command, "--seed", str(seed), "--json", str(path)], out / f"stress-{seed}.log", options.stress_seconds + 90
-    )
+    program = [sys.executable, "tests/support/stress.py", "--device", options.device]
+    bounds = ["--seconds", str(options.stress_seconds), "--seed", str(seed)]
+    code = run([*program, *bounds, "--json", str(path)], out / f"stress-{seed}.log", options.stress_seconds + 90)
     if not path.is_file():
         log = (out / f"stress-{seed}.log").read_text()
         return {"seed": seed, "exit_code": code, "problems": [f"no report: {log[-600:]}"]}

@@ -1,4 +1,4 @@
-"""A short stress on every device; `python tests/stress.py` runs it for minutes."""
+"""A short stress on every device; `python tests/support/stress.py` runs it for minutes."""
 
 from lamella.cuda_ext.device import Device
 from stress import run_stress

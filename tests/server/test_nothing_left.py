@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from child_process import environment
 from lamella.server.protocol import TransferSide
 from rank_driver import BOTH_SIDES, RankMemory, ServerProcess, join, serving
 
-TESTS = str(Path(__file__).parents[1])
 SWEPT_S = 6.0
 """The server looks once a second; a busy machine takes its time."""
 
@@ -128,9 +128,8 @@ def test_a_memory_that_is_let_go_of_after_its_maker_was_found_dead_is_removed(se
 @pytest.mark.parametrize("side", BOTH_SIDES, ids=lambda side: side.value)
 def test_ranks_killed_at_random_moments_leave_no_file(server: ServerProcess, side: TransferSide) -> None:
     seed = random.SystemRandom().randrange(10**6)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", RANKS, str(server.folder), side.value, str(seed), "25"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, timeout=60, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment(), timeout=60, check=True)
     pids = [int(line) for line in done.stdout.split()]
     assert len(pids) == 25
     print(f"seed {seed}")

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import lamella
+from child_process import SUPPORT
 from lamella.cuda_ext.registration import NoRegistrar
 from lamella.cuda_ext.shared_memory import reclaim_stale
 from lamella.cuda_ext.slots import SlotMemory
@@ -117,7 +118,7 @@ def test_several_requests_are_under_way_on_one_connection(tidy_server: ServerPro
 
 def client_code(body: str) -> str:
     return (
-        "import sys, time\nfrom pathlib import Path\nsys.path[:0] = " + repr([str(Path(__file__).parents[1])]) + "\n"
+        "import sys, time\nfrom pathlib import Path\nsys.path[:0] = " + repr([str(SUPPORT)]) + "\n"
         "from server_driver import keys_of, registration\nfrom lamella.server.client import CacheSession\n"
         "session = CacheSession(Path(sys.argv[1]), registration(), timeout_s=15.0)\n" + textwrap.dedent(body)
     )

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from child_process import SUPPORT
 from lamella.server.connection import Connection
 from lamella.server.protocol import Stats, StatsReport, TransferSide
 from rank_driver import ServerProcess, serving
 
 pytestmark = pytest.mark.slow
 RETRIEVES, RANKS, BETWEEN_KILLS = int(os.environ.get("LAMELLA_LOAD_RETRIEVES", "10000")), 8, 500
-PROGRAM = Path(__file__).parents[1] / "rank_load.py"
+PROGRAM = SUPPORT / "rank_load.py"
 
 
 class Load:

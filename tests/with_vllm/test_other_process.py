@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from child_process import environment
 from with_vllm.other_process import HIT, answer_in
 
 
 def rows_of(mode: str, model: Path, folder: Path) -> list[dict[str, Any]]:
-    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("other_process.py")), mode, str(model), str(folder)],
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "PYTHONPATH": path},
+        env=environment(),
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith("ROWS ")]
     assert lines, ran.stderr[-3000:]

@@ -6,7 +6,6 @@ Each engine is a process; they run one after another, since vLLM's threads leave
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import child_process
 from with_vllm.tiny_engine import prompt
 
 PROMPTS = [prompt(500), prompt(300, salt=4)]
@@ -24,14 +24,12 @@ BASE: dict[str, Any] = {"host_pool_gib": 0.05, "chunk_tokens": 64, "wait_timeout
 def engine(model: Path, extra: dict[str, Any] | None, environment: dict[str, str] | None = None, **asked: Any) -> list:
     """[tokens, logprobs in hex, reason, cached tokens] of each prompt, from an engine in a process of its own."""
     command = {"model": str(model), "extra": extra, "prompts": PROMPTS, **asked}
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     ran = subprocess.run(
         [sys.executable, str(Path(__file__).with_name("engine_process.py")), json.dumps(command)],
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, "PYTHONPATH": path, **(environment or {})},
+        env=child_process.environment(**(environment or {})),
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith("ANSWERS ")]
     assert lines, ran.stderr[-3000:]

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from child_process import environment
 from lamella.server.connection import Connection
 from lamella.server.protocol import Stats, StatsReport
 from rank_driver import ServerProcess, serving
@@ -26,8 +27,6 @@ _START_S = 240.0
 @contextmanager
 def frozen_engine(server: ServerProcess, model: Path) -> Iterator[tuple[subprocess.Popen[str], Answer]]:
     """A process with an engine that stands still with a load in the air, and what it had computed."""
-    tests = str(Path(__file__).parents[1])
-    path = os.pathsep.join([tests, *filter(None, [os.environ.get("PYTHONPATH")])])
     program = str(Path(__file__).with_name("frozen_engine.py"))
     with open(f"{server.folder}.engine.log", "w+") as log:
         process = subprocess.Popen(
@@ -35,7 +34,7 @@ def frozen_engine(server: ServerProcess, model: Path) -> Iterator[tuple[subproce
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env=environment(),
         )
         try:
             end = time.monotonic() + _START_S

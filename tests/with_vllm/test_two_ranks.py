@@ -6,7 +6,6 @@ On two GPUs where there are two, else on the CPU, a core a rank. One GPU is not 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,14 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+import child_process
 from with_vllm.answers import Answer, Tolerance, tolerance_for
 from with_vllm.other_process import answer_in
 from with_vllm.tiny_engine import ON_GPU, prompt
 
 pytestmark = pytest.mark.skipif(ON_GPU and torch.cuda.device_count() < 2, reason="two ranks need two GPUs")
 
-TESTS = Path(__file__).parents[1]
-ENVIRONMENT = {"PYTHONPATH": os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])}
 ONE_RANK = {"host_pool_gib": 0.05, "chunk_tokens": 64, "layers_per_slice": 1}
 
 
@@ -33,7 +31,7 @@ def last_line(command: list[str], start: str, **environment: str) -> Any:
         capture_output=True,
         text=True,
         timeout=280,
-        env={**os.environ, **ENVIRONMENT, **environment},
+        env=child_process.environment(**environment),
     )
     lines = [line for line in ran.stdout.splitlines() if line.startswith(start)]
     assert lines, ran.stderr[-3000:]
@@ -47,7 +45,7 @@ def ranks(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[st
     folder.chmod(0o700)
     asked = {"model": str(tiny_llama), "extra": {**ONE_RANK, "file_tier": str(folder)}, "prompts": [prompt(500)]}
     asked["options"] = {"enforce_eager": True}
-    last_line([str(TESTS / "with_vllm" / "engine_process.py"), json.dumps(asked)], "ANSWERS ")
+    last_line([str(Path(__file__).with_name("engine_process.py")), json.dumps(asked)], "ANSWERS ")
     assert any(folder.rglob("*")), "the one rank stored nothing"
     found: dict[str, Any] = last_line(
         ["-c", "from with_vllm.two_ranks import main; main()", str(tiny_llama), str(folder)],

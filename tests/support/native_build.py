@@ -9,7 +9,7 @@ from pathlib import Path
 from lamella.cuda_ext._library import LibraryMissingError
 from lamella.cuda_ext.executors import NativeExecutor
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MUTANT_SOURCES_VARIABLE = "LAMELLA_MUTANT_SOURCES"
 SOURCES = Path(os.environ.get(MUTANT_SOURCES_VARIABLE, ROOT / "cuda_ext" / "csrc"))
 """The native sources under test: the checkout's, or the mutation suite's copy with a fault in it."""

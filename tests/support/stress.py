@@ -3,7 +3,7 @@
 Every landed transfer is checked against known bytes. What is lost or leaked is counted from outside, not by our own
 counters: device memory, `/dev/shm`, resident memory, descriptors and threads, once warmed up and at the end.
 
-    python tests/stress.py --device cuda:0 --seconds 240 --seed 1 --json stress.json
+    python tests/support/stress.py --device cuda:0 --seconds 240 --seed 1 --json stress.json
 """
 
 from __future__ import annotations

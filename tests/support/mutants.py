@@ -276,7 +276,7 @@ def try_mutant(
     if library_folder is not None:
         environment["LAMELLA_LIBRARY_DIR"] = str(library_folder)
     report = folder / "report.json"
-    command = [sys.executable, str(ROOT / "tests" / "mutant_trial.py"), str(folder), str(report), *files]
+    command = [sys.executable, str(Path(__file__).with_name("mutant_trial.py")), str(folder), str(report), *files]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
     if not report.is_file():
         raise RuntimeError(f"mutant {mutant.name!r}: no property began\n{done.stdout}\n{done.stderr}")

@@ -1,6 +1,6 @@
 """Bytes of every kind for the cache server's protocol, and a run against its rules for as long as one likes.
 
-python tests/protocol_fuzz.py 600
+python tests/support/protocol_fuzz.py 600
 """
 
 from __future__ import annotations
