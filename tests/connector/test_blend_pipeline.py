@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 from engine_driver import ENGINE_MISSING
 from lamella.connector.streams import Span
 from lamella.reference.plan import Direction
+from waiting import wait_until
 
 torch: Any = pytest.importorskip("torch", reason="no CPU build of torch on this machine")
 
@@ -41,13 +40,6 @@ def _overlap(one: Span, other: Span) -> bool:
     return one.start_ns < other.end_ns and other.start_ns < one.end_ns
 
 
-def _until(what: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not what():
-        assert time.monotonic() < deadline, "it did not happen while the layer was recomputed"
-        time.sleep(0.001)
-
-
 def test_while_layer_i_is_recomputed_the_next_is_loaded_and_the_one_before_scattered() -> None:
     """On devices that move nothing unless told: what is told while a layer computes must be under way by then.
 
@@ -64,10 +56,10 @@ def test_while_layer_i_is_recomputed_the_next_is_loaded_and_the_one_before_scatt
         def meanwhile(layer: int) -> None:
             if layer + 1 < LAYERS:
                 run.engine.grant(Direction.RETRIEVE, 1)
-                _until(lambda: loads.wait_ended(layer + 2, 0))
+                wait_until(lambda: loads.wait_ended(layer + 2, 0), "the layer after next was brought meanwhile")
             if layer:
                 run.scatter_engine.grant(Direction.RETRIEVE, 1)
-                _until(lambda: scatters.wait_ended(layer, 0))
+                wait_until(lambda: scatters.wait_ended(layer, 0), "the layer was scattered meanwhile")
             if layer == LAYERS - 1:
                 run.scatter_engine.grant(Direction.RETRIEVE, 1)  # its own, which comes after it
 

@@ -16,6 +16,7 @@ from lamella.cuda_ext.arrival import Carrier, GraphWaits, HostFence
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.transfer import Transfer, TransferState
 from lamella.reference.plan import Direction
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -26,19 +27,11 @@ def _pending(engine: TransferEngine, num_layers: int = 6) -> list[int]:
     return [ctypes.c_uint64.from_address(engine.pending_word(layer)).value for layer in range(num_layers)]
 
 
-def _until(condition: object, what: str) -> None:
-    assert callable(condition)
-    deadline = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
-
-
 def _gate(engine: TransferEngine, transfer: Transfer) -> None:
     """The transfer is gated; windows are granted until the marks, which are queued behind some, have been made."""
     gating = threading.Thread(target=GraphWaits(engine).gate, args=(transfer, 0, WAIT_S))
     gating.start()
-    _until(lambda: _pending(engine)[5] == 1 or engine.grant(Direction.RETRIEVE, 1), "the marks were not made")
+    wait_until(lambda: _pending(engine)[5] == 1 or engine.grant(Direction.RETRIEVE, 1), "the marks are made")
     gating.join(WAIT_S)
     assert not gating.is_alive()
 
@@ -69,7 +62,7 @@ def test_gated_layers_are_pending_until_they_land_and_no_reader_comes_early() ->
         assert not reader.is_alive()
         assert early == []
         transfer.wait(WAIT_S)
-        _until(lambda: _pending(engine) == [0] * 6, "a word stayed pending")
+        wait_until(lambda: _pending(engine) == [0] * 6, "no word is pending")
 
 
 def test_without_the_gate_a_reader_comes_early() -> None:
@@ -109,11 +102,11 @@ def test_a_layer_stays_pending_until_the_last_gated_transfer_has_it() -> None:
         assert _pending(engine) == [1] * 6, "the second transfer still owes layer 0"
         engine.grant(Direction.RETRIEVE, 1)
         second.wait_layer(0, timeout_s=WAIT_S)
-        _until(lambda: _pending(engine) == [0, 1, 1, 1, 1, 1], "layer 0 stayed pending")
+        wait_until(lambda: _pending(engine) == [0, 1, 1, 1, 1, 1], "layer 0 is not pending")
         engine.grant(Direction.RETRIEVE, MANY)
         first.wait(WAIT_S)
         second.wait(WAIT_S)
-        _until(lambda: _pending(engine) == [0] * 6, "a word stayed pending")
+        wait_until(lambda: _pending(engine) == [0] * 6, "no word is pending")
 
 
 @pytest.mark.parametrize("how", ["cancel", "failure", "deadline", "close"])
@@ -131,7 +124,10 @@ def test_a_gated_transfer_that_ends_early_holds_nobody_back(how: str) -> None:
             engine.close(WAIT_S)
         elif how != "deadline":
             engine.grant(Direction.RETRIEVE, MANY)
-        _until(lambda: all(ctypes.c_uint64.from_address(word).value == 0 for word in words), f"pending after {how}")
+        wait_until(
+            lambda: all(ctypes.c_uint64.from_address(word).value == 0 for word in words),
+            f"no word is pending after {how}",
+        )
         if how == "deadline":  # let go though its window is still in flight
             assert transfer.state is TransferState.RUNNING
             engine.grant(Direction.RETRIEVE, MANY)
@@ -184,7 +180,7 @@ def test_whatever_is_gated_and_cancelled_no_word_stays_pending(actions: list[tup
         for thread in threads:
             thread.join(WAIT_S)
             assert not thread.is_alive()
-        _until(lambda: _pending(engine) == [0] * 6, "a word stayed pending")
+        wait_until(lambda: _pending(engine) == [0] * 6, "no word is pending")
 
 
 def test_graphs_wait_only_for_an_engine_whose_words_cannot_be_queued_behind_them() -> None:

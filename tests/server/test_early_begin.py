@@ -24,6 +24,7 @@ from lamella.server.protocol import Message, Release, Retrieve, Stats, StatsRepo
 from lamella.server.rank import RankOfEngine, Report
 from lamella.server.worker import Worker
 from rank_driver import BOTH_SIDES, HERE, THERE, RankMemory, ServerProcess, engine_of, join, keys_of, load, store, until
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -88,8 +89,8 @@ def test_a_retrieve_that_cannot_be_ordered_gives_its_lock_back(
         number, _locked = load(worker, keys, THERE)
         reports = until(worker, lambda report: number in report.loads)
         assert not reports[-1].loads[number].ok
-        assert worker.arrivals.num_free == 64
-        _until(lambda: _parts(worker) == 0, "the server holds nothing for it")
+        wait_until(lambda: worker.arrivals.num_free == 64, "its slot is free")
+        wait_until(lambda: _parts(worker) == 0, "the server holds nothing for it")
 
 
 def test_a_lookup_walks_the_way_of_a_load_once_and_only_where_nothing_is_loaded(
@@ -100,7 +101,7 @@ def test_a_lookup_walks_the_way_of_a_load_once_and_only_where_nothing_is_loaded(
         keys = keys_of(memory, range(64))
         before = _windows(worker)
         assert worker.lookup(keys).num_chunks == 0
-        _until(lambda: _windows(worker) == before + 1, "one window without a byte")
+        wait_until(lambda: _windows(worker) == before + 1, "one window without a byte")
         engine_of(worker).grant(Direction.STORE, 1 << 20)
         store(worker, memory, keys, HERE)
         memory.poison()
@@ -127,8 +128,8 @@ def test_what_a_lookup_sends_ahead_holds_nothing_and_the_server_hears_nothing_of
         take = worker.arrivals.take
         worker.arrivals.take = lambda: (taken.append(1), take())[1]  # type: ignore[method-assign]
         worker.lookup(keys_of(memory, range(64)))
-        _until(lambda: _windows(worker) == before + 1, "one window without a byte")
-        _until(lambda: attached.users == 0, "the slots are let go of")
+        wait_until(lambda: _windows(worker) == before + 1, "one window without a byte")
+        wait_until(lambda: attached.users == 0, "the slots are let go of")
         assert not taken, "a load that follows at once finds the only arrival slot free"
         assert worker.poll() == Report()
         assert worker.loads.num_open == worker.mover.line._connection.num_open == 0
@@ -158,9 +159,9 @@ def test_a_mover_that_is_closed_or_moving_is_not_roused(memory: RankMemory) -> N
     )  # without kernels only runs that match the blocks
     before = mover.engine.lane(Direction.RETRIEVE).windows
     mover.rouse()
-    _until(lambda: mover.engine.lane(Direction.RETRIEVE).windows == before + 1, "one window without a byte")
+    wait_until(lambda: mover.engine.lane(Direction.RETRIEVE).windows == before + 1, "one window without a byte")
     mover._moves.add(mover._move_nothing())
-    _until(lambda: mover.engine.lane(Direction.RETRIEVE).windows == before + 2, "that one too")
+    wait_until(lambda: mover.engine.lane(Direction.RETRIEVE).windows == before + 2, "that one too")
     mover.rouse()
     time.sleep(0.05)
     assert mover.engine.lane(Direction.RETRIEVE).windows == before + 2
@@ -191,7 +192,7 @@ def test_a_rank_that_finds_no_server_leaves_nothing_behind(
 
 
 def test_what_is_to_be_done_meanwhile_is_done_while_the_answer_is_on_its_way(server: ServerProcess) -> None:
-    _until(lambda: (server.folder / "server.sock").exists(), "it serves")
+    wait_until(lambda: (server.folder / "server.sock").exists(), "it serves")
     with Connection(server.folder) as connection:
         open_then: list[int] = []
         connection.call(Stats(), StatsReport, meanwhile=lambda: open_then.append(connection.num_open))
@@ -206,10 +207,3 @@ def test_a_connection_to_nobody_says_so_within_its_bound(tmp_path: Path) -> None
         with pytest.raises(ServerLostError, match="no server answers there"):
             connection.call(Stats(), StatsReport)
         assert 0.25 < time.monotonic() - began < 5.0
-
-
-def _until(holds: Any, what: str) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end, what
-        time.sleep(0.005)

@@ -22,7 +22,8 @@ from lamella.server.endpoint import (
     make_folder,
     reclaim_marks,
 )
-from server_driver import WAIT_S, wait_until
+from server_driver import WAIT_S
+from waiting import wait_until
 
 MARKED = """
 import sys, time

@@ -31,7 +31,8 @@ from lamella.server.back_end import ServerBackEnd
 from lamella.server.engine_mover import EngineMover
 from lamella.server.engine_objects import ANSWER_S, EngineObjects
 from lamella.server.protocol import TransferSide
-from rank_driver import BLOCK, CHUNK, WAIT_S, RankMemory, ServerProcess, serving
+from rank_driver import BLOCK, CHUNK, RankMemory, ServerProcess, serving
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -107,7 +108,7 @@ class Engine:
         objects._answer_s = 5.0  # the machine that runs the tests may be busy
         self.side = SchedulerSide(settings, facts, objects=objects)
         self.side.set_ranks([], 0)
-        until(lambda: self.objects._session.stats().figures is not None)
+        wait_until(lambda: self.objects._session.stats().figures is not None, "the session answers")
 
     def step(self, output: Any) -> Any:
         """One step; what the engine is told."""
@@ -130,7 +131,7 @@ class Engine:
         return told
 
     def settle(self) -> None:
-        until(lambda: not self.side.book.num_open or not self.step(step_of()))
+        wait_until(lambda: not self.side.book.num_open or not self.step(step_of()), "every load has ended")
 
     def store(self, name: str, tokens: list[int], blocks: tuple[int, ...], salt: Any = None) -> None:
         """The tokens' chunks were computed, and are on the server."""
@@ -144,7 +145,7 @@ class Engine:
         self.step(step_of((name, blocks, 0, len(tokens))))
         self.settle()
         self.side.request_ended(request)
-        until(lambda: self.finds(tokens, salt) == len(tokens) // CHUNK)
+        wait_until(lambda: self.finds(tokens, salt) == len(tokens) // CHUNK, "all of it is found")
 
     def finds(self, tokens: list[int], salt: Any = None) -> int:
         request = Request("probe", tokens)
@@ -179,7 +180,10 @@ class Engine:
         sessions = [self.objects._session, *(rank.mover._mover.session for rank in self.ranks)]
         before = [session._epoch.server for session in sessions if session._epoch is not None]
         server.start()
-        until(lambda: all(not one.is_lost and one.epoch.server not in before for one in sessions))
+        wait_until(
+            lambda: all(not one.is_lost and one.epoch.server not in before for one in sessions),
+            "every session has the new server",
+        )
 
     def held(self) -> float:
         figures = self.objects._session.stats().figures
@@ -207,17 +211,10 @@ def step_of(*batch: tuple[str, tuple[int, ...], int, int]) -> Any:
     )
 
 
-def until(holds: Any) -> None:
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end, "it did not come to hold"
-        time.sleep(0.002)
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[ServerProcess]:
     with serving(tmp_path / "s", "--memory", "8MiB") as process:
-        until(lambda: (process.folder / "server.sock").exists())
+        wait_until(lambda: (process.folder / "server.sock").exists(), "it serves")
         yield process
 
 
@@ -234,7 +231,7 @@ def test_what_one_engine_stored_another_one_loads(server: ServerProcess, engine:
     assert other.load("b", [*TOKENS, 1], THERE)
     assert other.right(TOKENS, THERE) == [8]
     other.close()
-    until(lambda: engine.held() == 0)
+    wait_until(lambda: engine.held() == 0, "nothing is held")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
@@ -247,7 +244,7 @@ def test_each_rank_loads_its_own_part_and_a_request_is_received_once_all_have(
         rank.memory.poison()
     assert engine.load("b", [*TOKENS, 1], THERE)
     assert engine.right(TOKENS, THERE) == [8] * num_ranks
-    until(lambda: engine.held() == 0)
+    wait_until(lambda: engine.held() == 0, "nothing is held")
     engine.close()
 
 
@@ -270,12 +267,12 @@ def test_a_chunk_in_the_middle_that_is_kept_already_is_not_stored_again(engine: 
     assert [(order.first_chunk, order.num_tokens // CHUNK) for order in orders] == [(0, 1), (2, 4)]
     for order in (middle, *orders):
         engine.objects.drop(order)
-    until(lambda: engine.held() == 0)
+    wait_until(lambda: engine.held() == 0, "nothing is held")
 
 
 def test_a_request_that_goes_on_asking_keeps_one_lock_and_gives_it_back_when_it_ends(engine: Engine) -> None:
     engine.store("a", TOKENS, HERE)
-    until(lambda: engine.held() == 0)
+    wait_until(lambda: engine.held() == 0, "nothing is held")
     request = Request("b", [*TOKENS, 1])
     for _ in range(5):
         assert engine.side.matched_tokens(request, 0) == (len(TOKENS), True)
@@ -285,7 +282,7 @@ def test_a_request_that_goes_on_asking_keeps_one_lock_and_gives_it_back_when_it_
     assert engine.side.matched_tokens(request, 0) == (len(TOKENS), True)
     assert engine.objects._asked["b"].locked.found.lease != first, "a lock that is about to end is renewed"
     engine.side.request_ended(request)
-    until(lambda: engine.held() == 0)
+    wait_until(lambda: engine.held() == 0, "nothing is held")
 
 
 def test_tenants_share_nothing(engine: Engine) -> None:
@@ -306,8 +303,8 @@ def test_a_silent_server_costs_one_wait_and_what_it_locked_late_is_given_back(
     took_s = time.monotonic() - began
     os.kill(server.process.pid, signal.SIGCONT)
     assert took_s < 0.15
-    until(lambda: engine.finds(TOKENS) == 4)
-    until(lambda: engine.held() == 0)
+    wait_until(lambda: engine.finds(TOKENS) == 4, "all of it is found")
+    wait_until(lambda: engine.held() == 0, "nothing is held")
 
 
 def test_a_killed_server_is_a_miss_at_once_and_is_found_again_by_itself(server: ServerProcess, engine: Engine) -> None:
@@ -344,7 +341,9 @@ def test_orders_of_an_earlier_server_touch_nothing_of_the_next_one(server: Serve
     engine.ranks[0].memory.poison()
     report, _received = engine.ranks[0].step(orders)
     loads, stores = dict(report.loads), dict(report.stores)
-    until(lambda: len(loads) == len(stores) == 1 or more(engine, loads, stores))
+    wait_until(
+        lambda: len(loads) == len(stores) == 1 or more(engine, loads, stores), "one load and one store are ordered"
+    )
     assert [*loads.values(), *stores.values()] == [Ended(1, False)] * 2
     assert engine.ranks[0].memory.is_poisoned_outside([])
     assert other.load("d", [*others, 1], THERE)

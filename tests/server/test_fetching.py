@@ -12,7 +12,8 @@ from lamella.cuda_ext.pool import HostPool
 from lamella.server.frames import RefusedError
 from lamella.server.protocol import Found
 from lamella.server.wire import Code
-from server_driver import MISS, Bench, Client, keys_of, layout_of, space_of, wait_until
+from server_driver import MISS, Bench, Client, keys_of, layout_of, space_of
+from waiting import wait_until
 
 
 def fill(pool: HostPool, slots: tuple[int, ...], byte: int) -> None:

@@ -18,7 +18,8 @@ from lamella.server.frames import RefusedError
 from lamella.server.mover import Movement
 from lamella.server.protocol import Abort, Found, Phase, Retrieve, Store, TransferSide
 from lamella.server.wire import Code
-from server_driver import Bench, Client, keys_of, layout_of, wait_until
+from server_driver import Bench, Client, keys_of, layout_of
+from waiting import wait_until
 
 LANDED = Moved(TransferState.LANDED, "", "layer-major", 256, 1000)
 STOPPED = Moved(TransferState.CANCELLED, "it was cancelled", "layer-major", 256, 1000)

@@ -30,8 +30,8 @@ from server_driver import (
     layout_of,
     registration,
     server_process,
-    wait_until,
 )
+from waiting import wait_until
 
 # ---- a session whose server is gone, slow or another
 

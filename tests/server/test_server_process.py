@@ -24,8 +24,8 @@ from server_driver import (
     layout_of,
     registration,
     server_process,
-    wait_until,
 )
+from waiting import wait_until
 
 
 def test_a_server_starts_in_less_than_two_seconds_and_bytes_cross_its_memory(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from rank_driver import (
     transfer_of,
     until,
 )
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
@@ -76,7 +77,7 @@ def test_an_aborted_load_ends_once_and_gives_back_slot_and_locks(
             worker.abort(number)
             reports = until(worker, lambda report, wanted=number: wanted in report.loads)
             assert sum("r" in report.received for report in reports) == 1
-        assert worker.arrivals.num_free == 2
+        wait_until(lambda: worker.arrivals.num_free == 2, "both arrival slots are free")
         settled(worker, "locked", "moving")
 
 

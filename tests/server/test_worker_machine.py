@@ -107,7 +107,7 @@ FAULTS: dict[str, tuple[str, Callable[[Machine], None]]] = {
     "errors_forgotten": ("SAFE-3", a_step_beside_a_frozen_load),
     "no_bound": ("SAFE-5", a_step_beside_a_frozen_load),
     "reported_twice": ("REL-1", a_load_to_its_end),
-    "slot_leaked": ("arrival slot is lost", a_load_to_its_end),
+    "slot_leaked": ("no arrival slot is lost", a_load_to_its_end),
     "lease_leaked": ("SRV-2", a_load_to_its_end),
     "ended_before_drained": ("SAFE-1", an_abort_of_a_frozen_load),
     "generation_ignored": ("REL-2", an_entry_used_again_while_the_server_stands_still),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
-from concurrency_figures import ArmFigures, CellFigures
-from concurrency_goals import Line, baseline_of, regret_of
-from concurrency_rules import Change, change_of
+from concurrency.figures import ArmFigures, CellFigures
+from concurrency.goals import Line, baseline_of, regret_of
+from concurrency.rules import Change, change_of
 
 Cells = Mapping[str, CellFigures]
 AUTO, FIFO = "auto_full_graphs", "fifo_full_graphs"

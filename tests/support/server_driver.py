@@ -338,12 +338,3 @@ def figure(server: ServerProcess, name: str) -> float:
     """One of the figures that the server tells whoever asks."""
     with Connection(server.folder, timeout_s=15.0) as connection:
         return connection.call(Stats(), StatsReport).figures[name]
-
-
-def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Waits until it holds."""
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{what} within {timeout_s} s")
-        time.sleep(0.01)
