@@ -21,7 +21,7 @@ def validate(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Recorded runs, JSON lines of benchmarks/vllm_concurrency.py, also as .xz; several of one engine."
+            help="Recorded runs, JSON lines of benchmarks/concurrency/measure.py, also as .xz; several of one engine."
         ),
     ],
     split: Annotated[

@@ -1,4 +1,4 @@
-"""Recorded runs of an engine, as benchmarks/vllm_concurrency.py writes them: JSON lines, one repeat of one arm each.
+"""Recorded runs of an engine, as benchmarks/concurrency/measure.py writes them: JSON lines, one repeat of one arm each.
 
 Times in the file are microseconds; a request's own count from its arrival. A closed loop begins with all requests at
 once, so the first `concurrency` of a repeat do not count.
@@ -230,7 +230,7 @@ def read_recorded(lines: Iterable[str], name: str) -> RecordedRun:
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: {error}") from error
     if not repeats:
-        raise ValueError(f"{name} holds no repeat; record one with benchmarks/vllm_concurrency.py")
+        raise ValueError(f"{name} holds no repeat; record one with benchmarks/concurrency/measure.py")
     return RecordedRun(
         bool(engine.get("async_scheduling", False)),
         engine.get("max_num_batched_tokens"),

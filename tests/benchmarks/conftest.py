@@ -1,4 +1,4 @@
-"""Measuring programs are no package: their folder goes on the path."""
+"""Measuring programs are not installed: their folder goes on the path."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from closed_loop import Delivered, Request, serve, while_others_decode
+from concurrency.closed_loop import Delivered, Request, serve, while_others_decode
 
 STEP_NS = 1_000_000
 

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from concurrency_figures import figures_of, is_flawed, judge, tolerance_of
-from concurrency_report import answers_table, overview, read, summary, table
-from concurrency_rules import Mean, change_of, counted
+from concurrency.figures import figures_of, is_flawed, judge, tolerance_of
+from concurrency.report import answers_table, overview, read, summary, table
+from concurrency.rules import Mean, change_of, counted
 
 CELL = {
     "name": "c", "concurrency": 1, "hit": 100, "new": 10, "rate_per_s": None, "mix": [], "miss_every": 0,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from concurrency_choices import choices_table
-from concurrency_figures import Verdict, figures_of
-from concurrency_goals import first_tokens, goals
-from concurrency_report import commits_of, each_run, newest
-from concurrency_tables import cells_table, differences_table, gains_table, predictions_of
-from concurrency_two_gpus import beside_one_gpu
+from concurrency.choices import choices_table
+from concurrency.figures import Verdict, figures_of
+from concurrency.goals import first_tokens, goals
+from concurrency.report import commits_of, each_run, newest
+from concurrency.tables import cells_table, differences_table, gains_table, predictions_of
+from concurrency.two_gpus import beside_one_gpu
 
 GOOD = Verdict(8, 0, 0, 0.1)
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from concurrency_choices import link_table
-from concurrency_figures import figures_of
-from concurrency_goals import goals
-from concurrency_link import Link, floor_of, least_waits, link_of, raw_bytes_per_us
-from concurrency_report import read, table
-from concurrency_rules import counted, ttft_ms
+from concurrency.choices import link_table
+from concurrency.figures import figures_of
+from concurrency.goals import goals
+from concurrency.link import Link, floor_of, least_waits, link_of, raw_bytes_per_us
+from concurrency.report import read, table
+from concurrency.rules import counted, ttft_ms
 from hypothesis import given
 from hypothesis import strategies as st
 

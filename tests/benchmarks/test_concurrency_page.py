@@ -7,16 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
-import concurrency_rules
 import pytest
-from concurrency_choices import choices_table, link_table
-from concurrency_figures import figures_of, verdicts_of
-from concurrency_goals import goals
-from concurrency_report import by_run, commit_of, commits_of, each_run, newest, read, summary
-from concurrency_rules import Mean, change_of, host_measures, slow_of, ttft_ms
-from concurrency_runs import TODAYS, over_runs, with_runs
-from concurrency_tables import differences_table, gains_table, goals_table
-from concurrency_two_gpus import beside_one_gpu
+from concurrency.choices import choices_table, link_table
+from concurrency.figures import figures_of, verdicts_of
+from concurrency.goals import goals
+from concurrency.report import by_run, commit_of, commits_of, each_run, newest, read, summary
+from concurrency.rules import Mean, change_of, host_measures, slow_of, ttft_ms
+from concurrency.several_runs import TODAYS, over_runs, with_runs
+from concurrency.tables import differences_table, gains_table, goals_table
+from concurrency.two_gpus import beside_one_gpu
 
 from concurrency_words import phrases, ranges
 
@@ -242,7 +241,7 @@ def test_what_two_gpus_gain_wherever_the_limit_lies_is_said(
     )
     gain = change_of(mine, base, 0)
     for limit in (1.3, 1.5, 2.2):
-        monkeypatch.setattr(concurrency_rules, "SLOW_HOST", limit)
+        monkeypatch.setattr("concurrency.rules.SLOW_HOST", limit)
         slow = slow_of(every, host_measures)
         left = [Mean.of([ttft_ms(row) for row in every if row["arm"] == f"{arm}_full_graphs" and id(row) not in slow])
                 for arm in ("auto", "chunk")]  # fmt: skip

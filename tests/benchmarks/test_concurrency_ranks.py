@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from concurrency_figures import figures_of
-from concurrency_probe import Probe, load_of_ranks
-from concurrency_rank import Ranks
+from concurrency.figures import figures_of
+from concurrency.probe import Probe, load_of_ranks
+from concurrency.rank import Ranks
 
 
 def seen(landed: list[int], released: int, started: int = 10) -> dict[str, Any]:

@@ -9,14 +9,12 @@ import math
 from pathlib import Path
 from typing import Any
 
-import concurrency_run
 import pytest
-from concurrency_arms import ARMS, BASELINE, DIFFERENCES, chunk_major_of
-from concurrency_cells import Arm, Cell, Group, joined
-from concurrency_groups import GROUPS
-from concurrency_rules import drift_of, kept, not_shown_yet
-from concurrency_run import Run, round_of, rows_in
-from vllm_concurrency import shrunk
+from concurrency.arms import ARMS, BASELINE, DIFFERENCES, Arm, chunk_major_of
+from concurrency.cells import Cell, Group, joined, shrunk
+from concurrency.groups import GROUPS
+from concurrency.rules import drift_of, kept, not_shown_yet
+from concurrency.run import Run, round_of, rows_in
 
 CELL = Cell("c", 1, 256, 8, 6, arms=(BASELINE, "chunk_deep", "fifo_first", "recompute"), repeats=2, most_repeats=8)
 
@@ -83,7 +81,7 @@ def ran(
         order.append(arm.name)
         return repeat(arm.name, number, ttft_ms(arm.name, number))
 
-    monkeypatch.setattr(concurrency_run, "run_repeat", run_repeat)
+    monkeypatch.setattr("concurrency.run.run_repeat", run_repeat)
     monkeypatch.setitem(GROUPS, "one", Group((cell,)))
     asked = argparse.Namespace(out=out, cells="one", seed=1, budget_s=budget_s)
     run = Run(asked, OneEngine(), GROUPS["one"], ARMS, 0.0)

@@ -6,10 +6,10 @@ import math
 from typing import Any
 
 import pytest
-from concurrency_figures import figures_of
-from concurrency_goals import goals
-from concurrency_rules import Mean, judged
-from concurrency_runs import TODAYS, over_runs, weighed, with_runs
+from concurrency.figures import figures_of
+from concurrency.goals import goals
+from concurrency.rules import Mean, judged
+from concurrency.several_runs import TODAYS, over_runs, weighed, with_runs
 from hypothesis import example, given
 from hypothesis import strategies as st
 

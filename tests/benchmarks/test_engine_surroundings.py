@@ -10,12 +10,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import concurrency_rank
-import host_cores
 import pytest
-from concurrency_rank import Rank, Ranks
-from graph_choice import GraphChoice, usual_sizes
-from host_cores import EngineCores, HostCores, cores_of_node, dealt, physical_cores
+from concurrency.graph_choice import GraphChoice, usual_sizes
+from concurrency.host_cores import EngineCores, HostCores, cores_of_node, dealt, physical_cores
+from concurrency.rank import Rank, Ranks
 
 
 def machine(folder: Path, siblings: dict[int, str]) -> Path:
@@ -75,7 +73,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     every = sorted(os.sched_getaffinity(0))
     if len(every) < 2:
         pytest.skip("needs two cores")
-    monkeypatch.setattr(host_cores, "_probe_us", lambda: 1.0 if os.sched_getaffinity(0) == {every[1]} else 2.0)
+    monkeypatch.setattr(
+        "concurrency.host_cores._probe_us", lambda: 1.0 if os.sched_getaffinity(0) == {every[1]} else 2.0
+    )
     yield every[:2]
     for name in os.listdir("/proc/self/task"):
         with suppress(OSError):  # it has ended meanwhile
@@ -180,8 +180,8 @@ class Executor:
 @pytest.fixture
 def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine of 16 cores, cuda:0 near the first half of them and cuda:1 near the second."""
-    monkeypatch.setattr(host_cores, "physical_cores", lambda _allowed: CORES)
-    monkeypatch.setattr(concurrency_rank, "cores_near", lambda device: NODES[int(device[-1])])
+    monkeypatch.setattr("concurrency.host_cores.physical_cores", lambda _allowed: CORES)
+    monkeypatch.setattr("concurrency.rank.cores_near", lambda device: NODES[int(device[-1])])
 
 
 @pytest.mark.usefixtures("on_two_nodes")
@@ -209,7 +209,7 @@ def test_with_one_rank_the_engine_has_its_part_of_the_cores_near_the_device(part
 def test_where_cores_are_few_nothing_is_done_and_every_rank_says_why(
     devices: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_cores, "physical_cores", lambda _allowed: CORES[: 3 * len(devices) - 1])
+    monkeypatch.setattr("concurrency.host_cores.physical_cores", lambda _allowed: CORES[: 3 * len(devices) - 1])
     monkeypatch.setattr(os, "sched_setaffinity", None)
     cores = EngineCores(Ranks(Executor(*devices)), 0, 1)
     cores.choose()

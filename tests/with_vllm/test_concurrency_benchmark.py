@@ -14,7 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def run(out: Path, *arguments: str) -> list[dict[str, Any]]:
-    command = [sys.executable, str(BENCHMARKS / "vllm_concurrency.py"), str(out), "--tiny", *arguments]
+    command = [sys.executable, str(BENCHMARKS / "concurrency" / "measure.py"), str(out), "--tiny", *arguments]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
@@ -27,15 +27,15 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def figures() -> Any:
     sys.path.insert(0, str(BENCHMARKS))
-    import concurrency_figures
+    from concurrency import figures
 
-    return concurrency_figures
+    return figures
 
 
 def judged() -> set[str]:
     """Arms whose answers are held to recomputation, besides the control."""
     sys.path.insert(0, str(BENCHMARKS))
-    from concurrency_run import VERIFY_ARMS
+    from concurrency.run import VERIFY_ARMS
 
     return set(VERIFY_ARMS) - {"recompute", "early_read"}
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from concurrency_figures import CellFigures
-from concurrency_goals import baseline_of
-from concurrency_rules import change_of
+from concurrency.figures import CellFigures
+from concurrency.goals import baseline_of
+from concurrency.rules import change_of
 
 _COLOURS: Final = {
     "chunk_bounded": "#888888",

@@ -1,4 +1,4 @@
-"""Cells of vllm_concurrency.py, and groups of them that one engine runs; which there are: concurrency_groups.py."""
+"""Cells of a concurrency run, and groups of them that one engine runs; which there are: groups.py."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from concurrency_arms import Arm
+from concurrency.arms import Arm
 
 MOST_HIT_TOKENS: Final = 700_000
 """Of all requests of a cell at once, so that the engine's memory holds them."""
+
+_SHRINK: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,3 +125,25 @@ def joined(names: str, groups: Mapping[str, Group]) -> Group:
     if any(other != like[0] for other in like):
         raise ValueError(f"{names} do not run in one engine: they differ in documents, caching, graphs or connector")
     return like[0]
+
+
+def shrunk(group: Group, repeats: int = 2) -> Group:
+    """The group with 1/32 of the tokens, for a tiny model on a CPU."""
+    cells = tuple(
+        dataclasses.replace(
+            cell,
+            hit=cell.hit // _SHRINK,
+            new=max(2, cell.new // _SHRINK),
+            mix=tuple((hit // _SHRINK // 32 * 32, new // _SHRINK) for hit, new in cell.mix),
+            chunk=max(32, cell.chunk // _SHRINK),
+            output=min(cell.output, 4),
+            width=min(cell.width, 4),
+            requests=cell.concurrency + 3,
+            most_repeats=min(cell.most_repeats, repeats),
+            bystanders=min(cell.bystanders, 2),
+            rate_per_s=cell.rate_per_s and 20.0,
+            repeats=min(cell.repeats, repeats),
+        )
+        for cell in group.cells
+    )
+    return dataclasses.replace(group, cells=cells, document_tokens=group.document_tokens // _SHRINK)

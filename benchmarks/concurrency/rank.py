@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from concurrency_probe import RankProbe
-from graph_choice import GraphChoice
-from host_cores import HostCores, cores_near
-from kept_pool import KeptPool, keep_pool
+from concurrency.graph_choice import GraphChoice
+from concurrency.host_cores import HostCores, cores_near
+from concurrency.kept_pool import KeptPool, keep_pool
+from concurrency.probe import RankProbe
 
 _CONTROL_GB_PER_S: Final = 5.0
 """The control that reads early gets its KV so slowly that layers are read before they have landed."""

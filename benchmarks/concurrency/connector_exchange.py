@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from concurrency_cells import Arm, Cell, Group
-from concurrency_probe import Probe
-from concurrency_rank import Ranks, RankSettings
+from concurrency.arms import Arm
+from concurrency.cells import Cell, Group
+from concurrency.probe import Probe
+from concurrency.rank import Ranks, RankSettings
 
 BASE_SETTINGS: Final[dict[str, Any]] = {"max_loads": 32, "max_load_gib": 96.0, "load_timeout_s": 60.0}
 """Of every arm: no load waits for room."""

@@ -1,4 +1,4 @@
-"""One call of vllm_concurrency.py: which repeats are left, what each leaves behind, and when a cell has enough."""
+"""One call of measure.py: which repeats are left, what each leaves behind, and when a cell has enough."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from closed_loop import Served, serve, while_others_decode
-from concurrency_arms import chunk_major_of
-from concurrency_cells import Arm, Cell, Group
-from concurrency_groups import GROUPS
-from concurrency_rules import not_shown_yet, ttft_ms
+from concurrency.arms import Arm, chunk_major_of
+from concurrency.cells import Cell, Group
+from concurrency.closed_loop import Served, serve, while_others_decode
+from concurrency.groups import GROUPS
+from concurrency.rules import not_shown_yet, ttft_ms
 
 SCHEMA_VERSION = 1
 VERIFY_ARMS = (

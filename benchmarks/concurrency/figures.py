@@ -1,6 +1,6 @@
-"""From the lines of vllm_concurrency.py to figures: pure functions over plain values.
+"""From the lines of measure.py to figures: pure functions over plain values.
 
-Which requests and repeats count, and when a change is shown, is in concurrency_rules.py.
+Which requests and repeats count, and when a change is shown, is in rules.py.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from concurrency_arms import chunk_major_of
-from concurrency_link import Link, floor_of, link_of, raw_bytes_per_us
-from concurrency_rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
+from concurrency.arms import chunk_major_of
+from concurrency.link import Link, floor_of, link_of, raw_bytes_per_us
+from concurrency.rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,7 +252,7 @@ def _tpot_ms(request: Row) -> float:
 
 def _elapsed_us(row: Row) -> int:
     """What the requests of a repeat are counted over: an open loop's window, the same for every arm that keeps up."""
-    return max(row["wall_us"], row.get("window_us", 0))
+    return int(max(row["wall_us"], row.get("window_us", 0)))
 
 
 def _bystander_tpot_ms(row: Row) -> float | None:

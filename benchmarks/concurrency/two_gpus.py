@@ -10,9 +10,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from concurrency_figures import CellFigures
-from concurrency_goals import Line, chosen_of, gain_of
-from concurrency_rules import Mean, judged
+from concurrency.figures import CellFigures
+from concurrency.goals import Line, chosen_of, gain_of
+from concurrency.rules import Mean, judged
 
 CONCURRENCY: Final = 4
 MOST_POINTS_SMALLER: Final = 0.05

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The table of a concurrency run: every arm of every cell beside the better chunk-major form and the ceiling.
 
-    concurrency_report.py RUN ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
+    concurrency/report.py RUN ... [--json SUMMARY.json] [--svg FOLDER] [--cell WORD] [--predicted FILE] [--goals]
         [--newest] [--each FILE]
 
 A change counts only where the standard errors of both arms are at most 2%, the earlier and the later half of the
@@ -24,16 +24,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # the modules beside this one are concurrency.NAME
 
-from concurrency_choices import choices_table, link_table
-from concurrency_figures import ArmFigures, CellFigures, figures_of, verdicts_of
-from concurrency_goals import goals
-from concurrency_link import Link
-from concurrency_rules import Mean, Row
-from concurrency_runs import over_runs, with_runs
-from concurrency_tables import cells_table, differences_table, gains_table, goals_table, predictions_of
-from concurrency_two_gpus import beside_one_gpu, on_two_gpus
+from concurrency.choices import choices_table, link_table
+from concurrency.figures import ArmFigures, CellFigures, figures_of, verdicts_of
+from concurrency.goals import goals
+from concurrency.link import Link
+from concurrency.rules import Mean, Row
+from concurrency.several_runs import over_runs, with_runs
+from concurrency.tables import cells_table, differences_table, gains_table, goals_table, predictions_of
+from concurrency.two_gpus import beside_one_gpu, on_two_gpus
 
 
 def read(paths: Sequence[Path]) -> list[Row]:
@@ -92,7 +93,11 @@ def each_run(runs: Mapping[str, Sequence[Row]]) -> str:
     Args:
         runs: the lines of each, by its name.
     """
-    text = ["# Goals and gains of each recording by itself", "", f"Printed by `{Path(__file__).name} --each`."]
+    text = [
+        "# Goals and gains of each recording by itself",
+        "",
+        "Printed by `benchmarks/concurrency/report.py --each`.",
+    ]
     for name, rows in runs.items():
         cells = figures_of(rows)
         lines = goals(cells, verdicts_of(rows), rows)
@@ -281,7 +286,7 @@ def main() -> int:
         names = [path.name.partition(".")[0] for path in asked.runs]
         asked.each.write_text(each_run(dict(zip(names, runs, strict=True))), encoding="utf-8")
     if asked.svg:
-        from concurrency_plots import draw
+        from concurrency.plots import draw
 
         for path in draw(cells, asked.svg):
             print(path, file=sys.stderr)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """TTFT, latency and throughput of real vLLM under concurrency, by order, release and width of the loads.
 
-    vllm_concurrency.py OUT.jsonl --cells core --budget-s 560        one GPU, vLLM 0.26, Llama-3.1-8B's shape
-    vllm_concurrency.py OUT.jsonl --cells core --tiny                the same program on a CPU, to see that it runs
-    vllm_concurrency.py OUT.jsonl --cells core --list                cells and arms; nothing runs
-    vllm_concurrency.py OUT.jsonl --cells two_gpus_full --tp 2       two GPUs, a rank each
-    concurrency_report.py OUT.jsonl                                  the table
+    measure.py OUT.jsonl --cells core --budget-s 560        one GPU, vLLM 0.26, Llama-3.1-8B's shape
+    measure.py OUT.jsonl --cells core --tiny                the same program on a CPU, to see that it runs
+    measure.py OUT.jsonl --cells core --list                cells and arms; nothing runs
+    measure.py OUT.jsonl --cells two_gpus_full --tp 2       two GPUs, a rank each
+    report.py OUT.jsonl                                     the table
 
 One engine runs every arm: the connector is exchanged between repeats, while nothing is in flight. A round has each arm
 once, in random order, and the baseline before the first half and before the second; every second round runs the one
@@ -30,39 +30,15 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parent))
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).parents[1])  # the modules beside this one are concurrency.NAME
 
-from concurrency_arms import ARMS, chunk_major_of
-from concurrency_cells import Arm, Cell, Group, joined
-from concurrency_groups import GROUPS
-from concurrency_run import Run
-from host_cores import SLOW_CORE
-
+from concurrency.arms import ARMS, Arm, chunk_major_of
+from concurrency.cells import Cell, Group, joined, shrunk
+from concurrency.groups import GROUPS
+from concurrency.host_cores import SLOW_CORE
+from concurrency.run import Run
 from lamella.cuda_ext.commit import commit_of
-
-_SHRINK = 32
-
-
-def shrunk(group: Group, repeats: int = 2) -> Group:
-    """The group with 1/32 of the tokens, for a tiny model on a CPU."""
-    cells = tuple(
-        dataclasses.replace(
-            cell,
-            hit=cell.hit // _SHRINK,
-            new=max(2, cell.new // _SHRINK),
-            mix=tuple((hit // _SHRINK // 32 * 32, new // _SHRINK) for hit, new in cell.mix),
-            chunk=max(32, cell.chunk // _SHRINK),
-            output=min(cell.output, 4),
-            width=min(cell.width, 4),
-            requests=cell.concurrency + 3,
-            most_repeats=min(cell.most_repeats, repeats),
-            bystanders=min(cell.bystanders, 2),
-            rate_per_s=cell.rate_per_s and 20.0,
-            repeats=min(cell.repeats, repeats),
-        )
-        for cell in group.cells
-    )
-    return dataclasses.replace(group, cells=cells, document_tokens=group.document_tokens // _SHRINK)
 
 
 def parse() -> argparse.Namespace:
@@ -141,7 +117,7 @@ def main() -> int:
 
 def measure(asked: argparse.Namespace, group: Group, arms: dict[str, Arm], cells: list[Cell], begin: float) -> int:
     """Everything is measured and written; 0 or 3, as `main`."""
-    from concurrency_engine import ConcurrencyEngine
+    from concurrency.engine import ConcurrencyEngine
 
     options = {"disable_custom_all_reduce": True} if asked.no_custom_all_reduce else {}
     options |= {name: json.loads(value) for name, _equals, value in (text.partition("=") for text in asked.option)}

@@ -176,7 +176,7 @@ class EngineCores:
     """Cores for every process of one engine: this one, and with tensor parallelism each rank's.
 
     Args:
-        ranks: calls a method of every `concurrency_rank.Rank`, by name; replies in rank order.
+        ranks: calls a method of every `rank.Rank`, by name; replies in rank order.
         part, parts: which of several engines side by side this is.
         wanted: false where nothing is to be done.
     """

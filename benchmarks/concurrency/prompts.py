@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from typing import Final
 
-from closed_loop import Request
-from concurrency_cells import Cell, Group
+from concurrency.cells import Cell, Group
+from concurrency.closed_loop import Request
 
 BYSTANDER_TOKENS: Final = 1024
 BYSTANDER_OUTPUT: Final = 6000

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from concurrency_rules import Row, counted
+from concurrency.rules import Row, counted
 
 
 class Link(NamedTuple):

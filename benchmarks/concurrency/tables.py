@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from concurrency_arms import DIFFERENCES
-from concurrency_figures import CellFigures
-from concurrency_goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, graphs_of, regret_of
-from concurrency_rules import Change, change_of
+from concurrency.arms import DIFFERENCES
+from concurrency.figures import CellFigures
+from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, graphs_of, regret_of
+from concurrency.rules import Change, change_of
 
 
 def goals_table(lines: Sequence[Line]) -> str:

@@ -1,4 +1,4 @@
-"""The arms of vllm_concurrency.py: ways to bring a request's KV, and those that differ from another in one thing."""
+"""The arms of measure.py: ways to bring a request's KV, and those that differ from another in one thing."""
 
 from __future__ import annotations
 

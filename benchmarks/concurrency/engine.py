@@ -17,17 +17,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from closed_loop import Delivered, Request, serve
-from concurrency_cells import Arm, Cell, Group
-from concurrency_documents import StoredDocuments
-from concurrency_llm import make_llm, set_environment
-from concurrency_probe import Probe
-from concurrency_prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
-from concurrency_rank import Ranks
-from concurrency_weights import count_parameters, seed_weights
-from connector_exchange import ConnectorExchange
-from host_cores import EngineCores
-from kept_pool import KeptPool, keep_pool
+from concurrency.arms import Arm
+from concurrency.cells import Cell, Group
+from concurrency.closed_loop import Delivered, Request, serve
+from concurrency.connector_exchange import ConnectorExchange
+from concurrency.documents import StoredDocuments
+from concurrency.host_cores import EngineCores
+from concurrency.kept_pool import KeptPool, keep_pool
+from concurrency.llm import make_llm, set_environment
+from concurrency.probe import Probe
+from concurrency.prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
+from concurrency.rank import Ranks
+from concurrency.weights import count_parameters, seed_weights
 
 
 class ConcurrencyEngine:

@@ -10,8 +10,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
 
-from concurrency_figures import CellFigures
-from concurrency_goals import (
+from concurrency.figures import CellFigures
+from concurrency.goals import (
     BYSTANDERS,
     LIKE_THROUGHPUT,
     TTFT,
@@ -22,7 +22,7 @@ from concurrency_goals import (
     chosen_of,
     gain_of,
 )
-from concurrency_rules import LARGEST_DRIFT, Mean, judged
+from concurrency.rules import LARGEST_DRIFT, Mean, judged
 
 TODAYS: Final = frozenset({"99ca007", "e6b6de6", "f8adb2c"})
 """The commits, as seven digits, whose `auto` chooses by today's rules; what a hiccup teaches it was mended later."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from concurrency_cells import Cell, Group
-from concurrency_prompts import Prompts
+from concurrency.cells import Cell, Group
+from concurrency.prompts import Prompts
 
 
 class StoredDocuments:

@@ -1,4 +1,4 @@
-"""The cells of vllm_concurrency.py by group, in the order in which they matter."""
+"""The cells of measure.py by group, in the order in which they matter."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from concurrency_arms import BASELINE, CHUNK_MAJOR_FULL
-from concurrency_cells import Cell, Group
+from concurrency.arms import BASELINE, CHUNK_MAJOR_FULL
+from concurrency.cells import Cell, Group
 
 _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
 _FOUR: Final = (BASELINE, "interleaved_first", "fifo_first", "auto")

@@ -17,7 +17,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from concurrency_arms import chunk_major_of
+from concurrency.arms import chunk_major_of
 
 Row = Mapping[str, Any]
 LARGEST_ERROR: Final = 0.02

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from concurrency_figures import CellFigures
-from concurrency_goals import chosen_of, regret_of
+from concurrency.figures import CellFigures
+from concurrency.goals import chosen_of, regret_of
 
 
 def choices_table(cells: Mapping[str, CellFigures], commits: Mapping[str, str]) -> str:

@@ -9,9 +9,9 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from concurrency_arms import ARMS
-from concurrency_figures import CellFigures, Verdict
-from concurrency_rules import Change, Row, change_of, counted
+from concurrency.arms import ARMS
+from concurrency.figures import CellFigures, Verdict
+from concurrency.rules import Change, Row, change_of, counted
 
 CHOSEN: Final = ("auto", "auto_prefill_graphs", "auto_full_graphs")
 """The arms that choose for each request; what the goals are about."""

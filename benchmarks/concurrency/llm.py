@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from concurrency_cells import Group
-from connector_exchange import BASE_SETTINGS, FILL
-from graph_choice import usual_sizes
 from step_time_cells import MODEL
+
+from concurrency.cells import Group
+from concurrency.connector_exchange import BASE_SETTINGS, FILL
+from concurrency.graph_choice import usual_sizes
 
 ENVIRONMENT: Final = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -71,7 +72,7 @@ def make_llm(group: Group, tiny: bool, tensor_parallel: int, more: Mapping[str, 
     if graphs:
         options["compilation_config"] = graphs
     if tiny:
-        sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+        sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
         from with_vllm.tiny_llama import write_tiny_llama
 
         write_tiny_llama(folder)  # weights of its own: the CPU build packs weights when it loads them
