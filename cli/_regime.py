@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from fractions import Fraction
 from typing import Annotated, Final
 
 import typer
@@ -73,9 +74,9 @@ def parse_tokens(text: str, what: str) -> int:
     >>> parse_tokens("16k", "prompt"), parse_tokens("16Ki", "prompt"), parse_tokens("1.5k", "prompt")
     (16000, 16384, 1500)
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)(k|ki)?", text.strip().lower().replace(",", ""), flags=re.ASCII)
-    tokens = float(found[1]) * _UNITS[found[2] or ""] if found else 0.0
-    if not found or not 1 <= tokens <= MOST_TOKENS or tokens != int(tokens):
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?)(k|ki)?", text.strip().lower().replace(",", ""), flags=re.ASCII)
+    tokens = Fraction(found[1]) * _UNITS[found[2] or ""] if found else Fraction(0)
+    if not 1 <= tokens <= MOST_TOKENS or tokens.denominator != 1:
         raise ValueError(
             f"{what} must be a whole number of tokens, such as 16384, 16k (16,000) or 16Ki, and at most "
             f"{MOST_TOKENS:,}; got {text!r}"
@@ -83,17 +84,17 @@ def parse_tokens(text: str, what: str) -> int:
     return int(tokens)
 
 
-def parse_share(text: str) -> float:
-    """A share between 0 and 1.
+def parse_share(text: str) -> Fraction:
+    """A share between 0 and 1, exactly: a float of 29% of 1,600 tokens is a block short.
 
     Raises:
         ValueError: it is not.
 
     >>> parse_share("90%"), parse_share("0.9")
-    (0.9, 0.9)
+    (Fraction(9, 10), Fraction(9, 10))
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%?)", text.strip(), flags=re.ASCII)
-    share = float(found[1]) / (100 if found[2] else 1) if found else -1.0
+    found = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?(%?)", text.strip(), flags=re.ASCII)
+    share = Fraction(found[1]) / (100 if found[2] else 1) if found else Fraction(-1)
     if not 0 < share < 1:
         raise ValueError(
             f"hit must be a share above 0 and below 1, such as 90% or 0.9: a token is left to compute; got {text!r}"

@@ -24,7 +24,7 @@ from lamella.sim.overheads import Overheads
 from lamella.sim.records import Ending, Station
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.settings import OnLoadFailure, StepsWait
-from lamella.sim.stations import Prefill, plan_load
+from lamella.sim.stations import ComputeModel, Prefill, plan_load
 from lamella.sim.world import World
 
 LAYERS = 4
@@ -77,10 +77,12 @@ class Rich:
     ahead: Ahead | None = None
     full_graphs: bool = False
 
-    def run(self, *, fast_forward: bool = True, ask_every_ns: int | None = None) -> World:
+    def run(
+        self, compute: ComputeModel | None = None, *, fast_forward: bool = True, ask_every_ns: int | None = None
+    ) -> World:
         """The world at its end; asked meanwhile what its way has still to carry, if it is."""
         world = World(
-            LinearCompute(),
+            compute or LinearCompute(),
             self.order,
             self.release,
             self.settings,
