@@ -51,6 +51,7 @@ REQUEST_S = 0.4e-3
 """Seconds of one core for a request under one arm: an order of magnitude."""
 GIB = 1 << 30
 MOST_GIB = 1 << 30
+NO_HOST = "a replay has no engine's host thread"
 ASSUMPTIONS = (
     "a prompt is in its instance's pools from the moment at which its prefill is estimated to be done",
     "loads are submitted at the engine's next poll, and wait for room for their KV; stores are not simulated",
@@ -108,7 +109,7 @@ def document(
             "excluded": [request._asdict() for request in routing.excluded],
         },
         "arms": [_arm_document(arm) for arm in result.arms],
-        "assumptions": [*profile_lines(device), *ASSUMPTIONS],
+        "assumptions": [*profile_lines(device, NO_HOST), *ASSUMPTIONS],
         "remarks": said,
         "verdict": result.verdict,
     }
@@ -138,7 +139,7 @@ def _print(result: ReplayResult, device: Device, head: str, said: list[str]) -> 
         table.add_row(*row)
     console.print(table)
     console.print()
-    for assumption in (*profile_lines(device), *ASSUMPTIONS):
+    for assumption in (*profile_lines(device, NO_HOST), *ASSUMPTIONS):
         console.print(f"- Assumed: {assumption}.", soft_wrap=True)
     for remark in said:
         console.print(f"- {remark}", soft_wrap=True)

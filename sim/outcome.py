@@ -175,12 +175,18 @@ def quantiles(times_ns: Sequence[int]) -> Quantiles:
     return Quantiles(sum(ranked) // len(ranked), *at)
 
 
-def judge(baseline: ArmResult, candidates: Sequence[ArmResult]) -> str:
-    """One sentence: which candidate to use in place of the baseline, or that none is worth it.
+def judge(baseline: ArmResult, candidates: Sequence[ArmResult], in_turn: Mapping[str, ArmResult] | None = None) -> str:
+    """Which candidate to use in place of the baseline, or that none is worth it.
 
     Worth it is one that gains `LEAST_GAIN` in the mean or the median of the time to first token and does not lose half
     of that in the mean or at p99; of several, the one with the least mean. If it makes whole answers later by as much,
-    the sentence leaves the choice to the reader.
+    the sentence leaves the choice to the reader. If half of its gain or more is there without a layer moved early, a
+    second sentence says so.
+
+    Args:
+        baseline: what is off.
+        candidates: what may be named.
+        in_turn: by candidate, an arm that does of it only this: prefills take turns where sharing a step costs more.
     """
     if not candidates or not baseline.num_requests:
         return "Nothing was compared."
@@ -203,7 +209,16 @@ def judge(baseline: ArmResult, candidates: Sequence[ArmResult]) -> str:
     price = best.latency.mean_ns - baseline.latency.mean_ns
     only = price > LEAST_GAIN / 2 * baseline.latency.mean_ns
     condition = " only if first tokens matter more than whole answers" if only else ""
-    return f"Use {best.arm}{condition}: time to first token {changes} against {baseline.arm}; {tpot}."
+    said = f"Use {best.arm}{condition}: time to first token {changes} against {baseline.arm}; {tpot}."
+    control = (in_turn or {}).get(best.arm)
+    if control is not None:
+        gain, without = (baseline.ttft.mean_ns - arm.ttft.mean_ns for arm in (best, control))
+        if 0 < gain <= 2 * without:
+            said += (
+                f" Most of that is not its transfer's: whole objects, of which prefills take turns as {best.arm}'s do, "
+                f"give {_change(control.ttft.mean_ns, baseline.ttft.mean_ns)} in the mean ({control.arm})."
+            )
+    return said
 
 
 def _is_worth_it(ttft: Quantiles, reference: Quantiles) -> bool:

@@ -6,7 +6,7 @@ hold of them. Stores use the other direction of the link and are not simulated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -20,7 +20,7 @@ from lamella.sim.request_table import request_rows
 from lamella.sim.routing import BLOCK_TOKENS, RoutedRequest, Routing
 from lamella.sim.scheduler import Request
 from lamella.sim.serving import Slo
-from lamella.sim.strategies import AUTO, CHUNK_MAJOR, RECOMPUTE, Device, Strategy
+from lamella.sim.strategies import AUTO, CHUNK_MAJOR, IN_TURN, RECOMPUTE, Device, Strategy
 from lamella.sim.world import RequestRecord, World
 
 SLICE_WIRE_NS: Final = 500_000
@@ -34,9 +34,10 @@ ARMS: Final = (
     AUTO,
     Strategy(1, RoundRobin(), First()),
     RECOMPUTE,
+    IN_TURN,
 )
 """What a replay compares; the width of the layerwise ones is the replay's. Of equal ones the first is named, so the
-control arm stands behind those that it must beat."""
+control arms stand behind those that must beat them: interleaving, and what `auto` gains without any layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,7 @@ def replay(
 ) -> ReplayResult:
     """All arms over the routed trace; arguments and errors as for `run_arm`."""
     results = tuple(run_arm(strategy, routing, device, width, on_finish) for strategy in ARMS)
-    layerwise = [result for strategy, result in zip(ARMS, results, strict=True) if strategy.layerwise]
-    return ReplayResult(routing, results, judge(results[ARMS.index(CHUNK_MAJOR)], layerwise))
+    return ReplayResult(routing, results, _verdict(results))
 
 
 def run_arm(
@@ -149,10 +149,14 @@ def replay_cells(setting: ReplaySetting, how: Running | None = None) -> ReplayCe
         tallies[cell.strategy].absorb(answer["tally"])
         rows += map(tuple, answer["rows"])
     results = tuple(tallies[strategy].result(names[strategy]) for strategy in ARMS)
-    layerwise = [result for strategy, result in zip(ARMS, results, strict=True) if strategy.layerwise]
-    verdict = judge(results[ARMS.index(CHUNK_MAJOR)], layerwise)
     ttft_ns = {names[strategy]: tally.ttft_ns for strategy, tally in tallies.items()}
-    return ReplayCells(ReplayResult(routing, results, verdict), ttft_ns, rows)
+    return ReplayCells(ReplayResult(routing, results, _verdict(results)), ttft_ns, rows)
+
+
+def _verdict(results: Sequence[ArmResult]) -> str:
+    layerwise = [result for strategy, result in zip(ARMS, results, strict=True) if strategy.layerwise]
+    auto, in_turn = (results[ARMS.index(strategy)] for strategy in (AUTO, IN_TURN))
+    return judge(results[ARMS.index(CHUNK_MAJOR)], layerwise, {auto.arm: in_turn})
 
 
 def record_instance(

@@ -33,13 +33,18 @@ DECODING: Final = {
 Document = dict[str, Any]
 
 
-def profile_lines(device: Device) -> list[str]:
-    """What the reader must know of the device: the profile, what it covers, what of it was derived, how it decodes."""
+def profile_lines(device: Device, beside: str = "--overheads adds an engine's host thread") -> list[str]:
+    """What the reader must know of the device: the profile, what it covers, what of it was derived, how it decodes.
+
+    Args:
+        device: of the model.
+        beside: of a bare device, what is said of the host thread that it lacks.
+    """
     profile = device.profile
     lines = [f"profile {profile.name}, measured {profile.sources[0].measured}: {profile.regimes()}"]
     lines += derivations(profile)
     if device.overheads is None:
-        lines.append("steps follow each other on the bare device: --overheads adds an engine's host thread")
+        lines.append(f"steps follow each other on the bare device: {beside}")
     else:
         lines.append(device.overheads_said)
     lines.append(DECODING[device.graphs])

@@ -13,6 +13,7 @@ from functools import cached_property, partial
 from typing import Final
 
 from lamella.reference.auto import AutoPolicy
+from lamella.reference.auto_view import Abilities
 from lamella.reference.ordering import Fifo, OrderPolicy, RoundRobin, parse_order
 from lamella.reference.profile import DeviceProfile, Graphs
 from lamella.reference.release import First, JustInTime, ReleasePolicy, WeighedRelease, Whole, parse_release
@@ -32,6 +33,8 @@ FULL_GRAPHS: Final = {"before": Graphs.FULL, "never": Graphs.PIECEWISE}
 """What steps that only decode replay where steps wait for layers, by the vLLM connector's setting of that name. Its
 `inside` has no model."""
 
+ANY_WAY: Final = Abilities()
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -43,6 +46,7 @@ class Strategy:
         release: when a request may run.
         loads: False computes the hit's tokens again and loads nothing.
         chooses: `auto`: for each request one of all these ways, by `lamella.reference.auto`.
+        can: what it may choose from.
     """
 
     width: int | tuple[int, ...] | None
@@ -50,22 +54,23 @@ class Strategy:
     release: ReleasePolicy
     loads: bool = True
     chooses: bool = False
+    can: Abilities = ANY_WAY
 
     @property
     def layerwise(self) -> bool:
         """Whether layers wait for their own slices, so that the layerwise transfer must be on."""
-        return self.loads and (self.width is not None or not isinstance(self.release, Whole))
+        return self.loads and (self.width is not None or self.waits)
 
     @property
     def waits(self) -> bool:
         """Whether steps may have to wait for layers."""
-        return self.loads and not isinstance(self.release, Whole)
+        return self.loads and not isinstance(self.release, Whole) and (self.can.early or self.can.sync)
 
     def __str__(self) -> str:
         if not self.loads:
             return "recompute"
         if self.chooses:
-            return "auto"
+            return "auto" if self.waits else "chunk-major-in-turn"
         if self == CHUNK_MAJOR:
             return "chunk-major"
         width = "all" if self.width is None else ",".join(map(str, _as_tuple(self.width)))
@@ -77,6 +82,9 @@ RECOMPUTE: Final = Strategy(None, Fifo(), Whole(), loads=False)
 INTERLEAVED: Final = Strategy(1, RoundRobin(), First())
 
 AUTO: Final = Strategy(None, Fifo(), WeighedRelease(), chooses=True)
+IN_TURN: Final = replace(AUTO, can=Abilities(early=False, sync=False, off=False))
+"""`auto` that may only move whole objects. What is left of it is that hits take turns where prefills had better not
+share a step, and what it gains has nothing to do with layers."""
 
 OFF: Final = (CHUNK_MAJOR, RECOMPUTE)
 """What one has with layerwise transfer off."""
@@ -227,7 +235,9 @@ class Device:
             kind = AutoAheadEngine if strategy.chooses else AheadEngine
             made = partial(kind, overheads=self.overheads, seed=seed)
         made = partial(made, full_graphs=self.graphs_of(strategy) is Graphs.FULL)
-        return partial(made, policy=self._policy, load_of=self._load_of) if strategy.chooses else made
+        if not strategy.chooses:
+            return made
+        return partial(made, policy=self._policy, load_of=self._load_of, can=strategy.can)
 
     @cached_property
     def _policy(self) -> AutoPolicy:

@@ -11,6 +11,7 @@ from typer.testing import CliRunner, Result
 
 from lamella.cli.main import build_app
 from lamella.reference.chrome_trace import from_chrome_trace
+from lamella.sim.replay import ARMS
 from lamella.sim.workload import TraceRequest, generate_conversations
 
 
@@ -54,6 +55,7 @@ def test_it_names_trace_instances_profile_and_arms_and_ends_with_a_verdict(trace
     assert "(chosen for a load of at most 50%" in lines[0]
     for arm in ("chunk-major", "round_robin/auto/first", "fifo/auto/first", "fifo/auto/jit:step", "recompute"):
         assert any(line.startswith(arm) for line in lines)
+    assert not any("--overheads" in line for line in lines), "an option that this verb has not"
     assert lines[-1].startswith(("Use ", "Leave it off: "))
     assert any("1 request lies outside the profile" in line for line in lines)
 
@@ -71,7 +73,7 @@ def test_decoding_steps_replay_full_graphs_unless_others_are_asked_for(tmp_path:
     assert found["left out"] == found["before"]
     assert found["never"]["settings"] == {**found["before"]["settings"], "full_graphs": "never"}
     for before, never in zip(found["before"]["arms"], found["never"]["arms"], strict=True):
-        if before["arm"] in ("chunk-major", "recompute"):
+        if before["arm"] in ("chunk-major", "recompute", "chunk-major-in-turn"):
             assert before == never
         else:
             assert never["tpot"]["mean_ns"] > 1.1 * before["tpot"]["mean_ns"]
@@ -94,7 +96,7 @@ def test_the_document_holds_everything_the_table_shows_and_the_excluded_requests
     assert found["settings"]["instances_chosen"] is False
     (excluded,) = found["routing"]["excluded"]
     assert excluded["input_tokens"] == 150_000
-    assert [arm["num_requests"] for arm in found["arms"]] == [found["routing"]["requests"]] * 6
+    assert [arm["num_requests"] for arm in found["arms"]] == [found["routing"]["requests"]] * len(ARMS)
     for arm in found["arms"]:
         assert set(arm["ttft"]) == {"mean_ns", "p50_ns", "p90_ns", "p99_ns"}
         assert isinstance(arm["saturated"], bool)
@@ -121,7 +123,7 @@ def test_in_processes_or_resumed_it_writes_the_same_bytes(trace: Path, tmp_path:
     journal = tmp_path / "journal"
     assert replayed("processes", "--engine", "processes", "--workers", "2", "--journal", str(journal)) == plain
     lines = (journal / "replay.jsonl").read_bytes().splitlines(keepends=True)
-    assert len(lines) == 1 + 6 * 3
+    assert len(lines) == 1 + len(ARMS) * 3
     (journal / "replay.jsonl").write_bytes(b"".join(lines[:6]) + lines[6][:20])
     assert replayed("resumed", "--journal", str(journal)) == plain
     other = run(str(trace), "--instances", "2", "--journal", str(journal))
