@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -23,6 +24,10 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from result_file import write_json
 
 from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_view import Decision
@@ -356,7 +361,7 @@ def main() -> None:
         "bursts": {"summary": summary(bursts), "beyond_8_percent": worst_rows(bursts)},
         "closed_loops": {"summary": summary(loops), "beyond_8_percent": worst_rows(loops)},
     }
-    asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(asked.out, document)
     for name in ("bursts", "closed_loops"):
         print(name, json.dumps(document[name]["summary"], indent=1))  # type: ignore[index]
 

@@ -27,7 +27,6 @@ missed.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -39,6 +38,7 @@ from typing import Any
 import numpy as np
 import torch
 from blend_llama import Llama, Shape
+from result_file import write_json
 
 from lamella.connector.blend import Blended, Blender, Reuse
 from lamella.connector.blend_layers import BlendLayers
@@ -383,8 +383,8 @@ def main(arguments: Sequence[str]) -> int:
     report["rows"] = []
     for ratio in args.ratios:
         report["rows"].append(measure(case, ratio, args.repeats))
-        (args.out / "blend.json").write_text(json.dumps(report, indent=1) + "\n")
-        (args.out / f"blend-{ratio}.trace.json").write_text(json.dumps(trace(case, ratio)) + "\n")
+        write_json(args.out / "blend.json", report)
+        write_json(args.out / f"blend-{ratio}.trace.json", trace(case, ratio), indent=None)
     case.close()
     print(f"done in {time.monotonic() - began:.1f} s", flush=True)
     if not all(check["passed"] for check in report["checks"].values()):

@@ -8,7 +8,6 @@ Prints medians and 99th percentiles of what a client waits for each message, and
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -19,6 +18,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from result_file import write_json
 
 import lamella
 from lamella.reference.geometry import KVGeometry, ObjectForm
@@ -130,7 +131,7 @@ def main() -> None:
             "start_s": round(start_s, 3),
             "rows": rows,
         }
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(chosen.json, report)
 
 
 if __name__ == "__main__":

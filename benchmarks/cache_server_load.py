@@ -11,7 +11,6 @@ was after its first tenth.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -25,6 +24,11 @@ from typing import Any
 import numpy as np
 
 import lamella
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from result_file import write_json
+
 from lamella.cuda_ext.registration import NoRegistrar
 from lamella.cuda_ext.slots import SlotMemory
 from lamella.reference.geometry import KVGeometry, ObjectForm
@@ -273,7 +277,7 @@ def main() -> None:
     for name, value in report.items():
         print(f"{name:20s} {value}")
     if chosen.json is not None:
-        chosen.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(chosen.json, report)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
 import os
 import statistics
 import sys
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+from result_file import write_json
 
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.executors import HostObjects, Method, NativeExecutor
@@ -230,7 +230,7 @@ def main() -> int:
                     flush=True,
                 )
     if args.out:
-        args.out.write_text(json.dumps(report(rows, args), indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, report(rows, args))
     return int(any(row.median < row.target for row in rows))
 
 

@@ -29,6 +29,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from result_file import write_json
+
 from lamella.cuda_ext.device import Device
 from lamella.cuda_ext.provenance import provenance_of, source_digest
 
@@ -240,7 +242,7 @@ def main() -> int:
     def keep(name: str, found: Any) -> None:
         """Written after every step, so that a machine that is taken away takes only what was unfinished."""
         report[name] = found
-        (out / "gpu-report.json").write_text(json.dumps(report, indent=1) + "\n")
+        write_json(out / "gpu-report.json", report)
         print(name, json.dumps(found)[:2500], flush=True)
 
     with ThreadPoolExecutor(4) as beside:

@@ -18,6 +18,10 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).parent))
+
+from result_file import write_text
+
 from lamella.reference.profile import Graphs, profile_from_mapping
 
 HERE = Path(__file__).parent
@@ -170,7 +174,7 @@ def main() -> None:
     mapping = build()
     report(mapping)
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in mapping.items()]
-    out.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    write_text(out, "{\n" + ",\n".join(lines) + "\n}\n")
     print(f"wrote {out}")
 
 

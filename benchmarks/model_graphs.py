@@ -14,6 +14,8 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from result_file import write_json
+
 from lamella.cuda_ext.commit import commit_of
 from lamella.sim.overheads import open_overheads, shipped_overheads
 from lamella.sim.parallel import Runner, Running
@@ -104,7 +106,7 @@ def main() -> None:
         "summary": found_by_host,
         "points": rows,
     }
-    asked.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    write_json(asked.out, document)
     print(json.dumps(found_by_host, indent=1))
 
 

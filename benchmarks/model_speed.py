@@ -10,12 +10,13 @@ process, routing included, decoding included. The load of the machine is written
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from result_file import write_json
 
 from lamella.sim.parallel import Runner, Running
 from lamella.sim.profiles import load_profile
@@ -87,7 +88,7 @@ def main() -> None:
         "map": time_map(device, asked.workers),
         "replays": [row for path in asked.trace for row in time_trace(device, path)],
     }
-    asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    write_json(asked.out, found)
     print(f"map: {found['map']}")
     for row in found["replays"]:
         print(f"{row['trace']} {row['arm']}: {row['seconds']:.2f} s, {row['times_real_time']:,.0f} times real time")

@@ -12,7 +12,6 @@ was issued, its first slice had landed and it was polled as released.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,6 +20,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from result_file import write_json
 
 from lamella.cuda_ext.bench_cases import BenchMemory, BenchShape
 from lamella.cuda_ext.device import Device
@@ -118,7 +119,7 @@ def main() -> None:
     for kind, stages in found.items():
         print(f"{kind:<16}", "  ".join(f"{stage} {us:.0f}" for stage, us in stages.items()))
     if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, found)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import multiprocessing
 import os
 import statistics
@@ -36,6 +35,7 @@ from typing import Any, Final
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from result_file import write_json
 from two_gpus import BARRIER_S, CHECKOUT, GOAL, RANK_SHAPE
 
 from lamella.cuda_ext.bench_cases import BenchMemory, BenchShape
@@ -325,7 +325,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "columns": ["raw_ns", "begun_ns", "looked_up_ns", "landed_ns of each slice"],
             "turns": ranks,
         }
-        options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, whole)
     return 0 if figures["1"]["over_raw_median"] <= GOAL else 1
 
 

@@ -12,7 +12,6 @@ end shows as one wait as long as the transfer. Needs a GPU and torch.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from result_file import write_json
 
 from lamella.cuda_ext.arrival import Carrier
 from lamella.cuda_ext.bench_cases import MAIN_SHAPES
@@ -143,7 +143,7 @@ def main() -> int:
             "num_bytes": NUM_BYTES,
             "rows": [{**row, "waits": [one._asdict() for one in row["waits"]]} for row in rows],
         }
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, document)
     return 0
 
 

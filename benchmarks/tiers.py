@@ -23,7 +23,6 @@ Exit code 1 if a median misses its target: 0.8 of plain calls; the first layer w
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import socket
@@ -40,6 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from result_file import write_json
 
 from lamella.connector.slice_objects import slice_ranges
 from lamella.connector.storage.file_tier import FileTier
@@ -381,7 +381,7 @@ def main() -> int:
             "rows": [{**asdict(row), "ratio_median": round(row.median, 3)} for row in rows],
             "throttled": first,
         }
-        args.out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_json(args.out, document)
     return int(missed)
 
 

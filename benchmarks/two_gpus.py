@@ -16,7 +16,6 @@ slower rank has landed. Exit code 1 if the median at width 1 is above 1.05.
 from __future__ import annotations
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import sys
@@ -25,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+from result_file import write_json
 
 from lamella.cuda_ext.bench_cases import BenchShape
 from lamella.cuda_ext.bench_transfer import BenchSettings, TransferBench
@@ -138,7 +139,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "summary": figures,
             "times_ns": ranks,
         }
-        options.out.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+        write_json(options.out, whole)
     return 0 if figures["retrieve, width 1, over raw"]["median"] <= GOAL else 1
 
 

@@ -35,6 +35,7 @@ import time
 from typing import Any
 
 import device_facts
+from result_file import write_json
 from step_time_cells import MODEL
 
 CONTEXT, STEPS, WARM = 1024, 48, 8
@@ -237,7 +238,7 @@ def main() -> int:
     if args.summarize:
         result = json.loads(args.out.read_text())
         result["summary"] = summary(result["raw_ms"])
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.out, result)
         return 0
     began = time.perf_counter()
     folder = tempfile.mkdtemp(prefix="llama8b-")
@@ -268,7 +269,7 @@ def main() -> int:
                         cell.append(statistics.median(values))
             result["rounds"] = number
             result["summary"] = summary(result["raw_ms"])
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+            write_json(args.out, result)
     finally:
         for arm in arms.values():
             arm.process.kill()
@@ -281,7 +282,7 @@ def main() -> int:
         result["provenance"] = device_facts.provenance(torch, vllm)
     except (ImportError, RuntimeError, AssertionError) as error:
         result["provenance"] = {"error": str(error)}
-    args.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(args.out, result)
     return 0 if len(order) == len(args.arms) and result["rounds"] >= min(9, args.rounds) else 1
 
 

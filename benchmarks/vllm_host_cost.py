@@ -25,6 +25,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from result_file import write_json
+
 LAYERS = 32
 SCHEDULER = ("build_connector_meta", "update_connector_output", "get_kv_connector_stats")
 WORKER = (
@@ -216,7 +218,7 @@ def main() -> int:
         while engine.has_unfinished_requests():
             engine.step()
     if args.json is not None:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+        write_json(args.json, result)
     return 0
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import device_facts
+from result_file import write_json
 from step_time_cells import MODEL
 
 from lamella.connector.recorded_run import read_run
@@ -173,7 +174,7 @@ def main() -> int:
     loaded = [one for one in measured.requests if one.landings][-options.concurrency :]
     simulated = simulate(options, loaded[0].cached_tokens if loaded else options.hit)
     for name, recording in (("measured", measured), ("simulated", simulated)):
-        (options.out / f"{name}.trace.json").write_text(json.dumps(to_chrome_trace(recording)) + "\n")
+        write_json(options.out / f"{name}.trace.json", to_chrome_trace(recording), indent=None)
     counted = parts_of(measured)[-options.concurrency :]
     result = {
         "schema_version": 1,
@@ -185,7 +186,7 @@ def main() -> int:
         "measured": counted,
         "simulated": parts_of(simulated),
     }
-    (options.out / "recording.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.out / "recording.json", result)
     for one in counted:
         print("\n".join(explanation_lines(measured, explain(measured, one["request"]))[:-2]))
     for name in ("measured", "simulated"):

@@ -28,6 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from result_file import write_json
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 for name, value in {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -252,7 +254,7 @@ def main() -> int:
     }
     print(json.dumps(result, indent=1))
     if asked.json:
-        asked.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        write_json(asked.json, result)
     enough = counts["preemptions"] >= asked.least_preemptions and counts["aborts"] >= asked.least_aborts
     live.close()
     return 0 if not counts["wrong"] and not any(left.values()) and enough else 1

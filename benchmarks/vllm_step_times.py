@@ -28,6 +28,7 @@ import time
 from typing import Any
 
 import device_facts
+from result_file import write_json
 from step_time_cells import (
     BATCHED,
     BATCHES,
@@ -126,10 +127,7 @@ class Bench:
         print(f"[{time.perf_counter() - self.begin:6.1f} s] {text}", flush=True)
 
     def write(self) -> None:
-        out = pathlib.Path(self.args.out)
-        partial = out.with_suffix(".partial")
-        partial.write_text(json.dumps(self.results))
-        partial.replace(out)
+        write_json(pathlib.Path(self.args.out), self.results, indent=None)
 
     def check_time(self) -> None:
         if time.perf_counter() - self.begin > self.args.deadline_s:

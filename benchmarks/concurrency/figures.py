@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple
 
 from concurrency.arms import chunk_major_of
 from concurrency.link import Link, floor_of, link_of, raw_bytes_per_us
+from concurrency.recording import RecordingError
 from concurrency.rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
 
 
@@ -326,7 +327,7 @@ def judge(answers: Sequence[Row], rights: Sequence[Sequence[Row]], tolerance: fl
     one recomputation is right: each is, and where three tokens tie they agree no better with each other.
 
     Raises:
-        ValueError: another number of answers.
+        ValueError: another number of answers, or a longer one.
     """
     counts, largest = dict.fromkeys(_VERDICTS, 0), 0.0
     for mine, *others in zip(answers, *rights, strict=True):
@@ -359,17 +360,28 @@ def tolerance_of(rows: Iterable[Row]) -> dict[str, float]:
     found: dict[str, float] = {}
     for cell, arm in taken:
         if arm == "recompute_alone" and (cell, "recompute") in taken:
-            noise = 0.0
-            for mine, other in zip(taken[cell, "recompute"], taken[cell, arm], strict=True):
-                noise = max(noise, _judge_one(mine, other, math.inf)[1])
+            noise = judge(taken[cell, "recompute"], [taken[cell, arm]], math.inf).largest_deviation
             found[cell] = max(1e-3, 4 * noise) if math.isfinite(noise) else math.inf
     return found
 
 
 def verdicts_of(rows: Sequence[Row]) -> dict[tuple[str, str], Verdict]:
-    """(cell, arm) of every verified arm, against recomputation in company and alone."""
-    tolerances = tolerance_of(rows)
+    """(cell, arm) of every verified arm, against recomputation in company and alone.
+
+    Raises:
+        RecordingError: answers of one cell that are not as many, or not as long, as another arm's.
+    """
     taken = {(row["cell"]["name"], row["arm"]): row["answers"] for row in rows if row["kind"] == "verify"}
+    lengths: dict[str, tuple[str, list[int]]] = {}
+    for (cell, arm), answers in taken.items():
+        mine = arm, [len(answer["tokens"]) for answer in answers]
+        other = lengths.setdefault(cell, mine)
+        if mine[1] != other[1]:
+            raise RecordingError(
+                f"{cell}: answers of {arm} have {mine[1]} tokens, those of {other[0]} {other[1]}; "
+                "remove the verify lines of one of them"
+            )
+    tolerances = tolerance_of(rows)
     return {
         (cell, arm): judge(answers, [taken[cell, arm] for arm in ("recompute", "recompute_alone")], tolerances[cell])
         for (cell, arm), answers in taken.items()

@@ -249,9 +249,10 @@ def bystanders_of(cell: CellFigures) -> Iterable[tuple[str, Change, float]]:
     """Of each arm that is judged by it: what is claimed, bystanders' change, and by how much throughput differs."""
     for arm in sorted(cell.arms):
         base, mine = baseline_of(cell, arm), cell.arms[arm].bystander_tpot
-        if base is None or mine is None or arm.startswith(("chunk", "recompute")):
+        theirs = None if base is None else cell.arms[base].bystander_tpot
+        if base is None or theirs is None or mine is None or arm.startswith(("chunk", "recompute")):
             continue
-        change = change_of(mine, cell.arms[base].bystander_tpot, cell.drift)  # type: ignore[arg-type]
+        change = change_of(mine, theirs, cell.drift)
         rate = cell.arms[arm].requests_per_s.value / cell.arms[base].requests_per_s.value - 1
         yield f"bystanders' TPOT, {arm}{arriving(cell.cell)}", change, rate
 

@@ -37,6 +37,7 @@ from concurrency.arms import ARMS, Arm, chunk_major_of
 from concurrency.cells import Cell, Group, joined, shrunk
 from concurrency.groups import GROUPS
 from concurrency.host_cores import SLOW_CORE
+from concurrency.recording import RecordingError, rows_there
 from concurrency.run import Run
 from lamella.cuda_ext.commit import commit_of
 
@@ -73,7 +74,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Runs what was asked; 0 when everything is done, 3 when the budget ended it or a cell failed."""
+    """Runs what was asked; 0 when everything is done, 3 when the budget ended it or a cell failed, 2 for bad input."""
     begin = time.perf_counter()
     asked = parse()
     group, arms = joined(asked.cells, GROUPS), dict(ARMS)
@@ -105,7 +106,16 @@ def main() -> int:
             print(cell.name, cell.repeats, ",".join(cell.arms))
         return 0 if cells else 2
     try:
-        return measure(asked, group, arms, cells, begin)
+        there = rows_there(asked.out)
+        asked.out.open("a").close()  # what cannot be written to is said before a minute of the engine's start
+    except RecordingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"{asked.out}: {error.strerror}; name a file that can be written", file=sys.stderr)
+        return 2
+    try:
+        return measure(asked, group, arms, cells, there, begin)
     except Exception:
         if asked.tp == 1:
             raise
@@ -115,8 +125,15 @@ def main() -> int:
         os._exit(1)  # the end of a process waits for workers that failed, and for ever
 
 
-def measure(asked: argparse.Namespace, group: Group, arms: dict[str, Arm], cells: list[Cell], begin: float) -> int:
-    """Everything is measured and written; 0 or 3, as `main`."""
+def measure(
+    asked: argparse.Namespace,
+    group: Group,
+    arms: dict[str, Arm],
+    cells: list[Cell],
+    there: list[dict[str, Any]],
+    begin: float,
+) -> int:
+    """Everything that is not `there` is measured and written; 0 or 3, as `main`."""
     from concurrency.engine import ConcurrencyEngine
 
     options = {"disable_custom_all_reduce": True} if asked.no_custom_all_reduce else {}
@@ -125,7 +142,7 @@ def measure(asked: argparse.Namespace, group: Group, arms: dict[str, Arm], cells
     engine = ConcurrencyEngine(group, asked.tiny, asked.tp, options, (part, parts))
     engine.probe.layers_timed = asked.stream_stalls
     engine.cores.choose()
-    run = Run(asked, engine, group, arms, begin)
+    run = Run(asked, engine, group, arms, there, begin)
     run.write({"kind": "engine", **facts_of(engine, asked)})
     run.say(f"engine ready: {json.dumps(engine.facts())}")
     run.say(f"cores: {json.dumps(engine.cores.facts())}")

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import lzma
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,27 +26,17 @@ from typing import Any
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).parents[1])  # the modules beside this one are concurrency.NAME
 
+from result_file import write_json, write_text
+
 from concurrency.choices import choices_table, link_table
 from concurrency.figures import ArmFigures, CellFigures, figures_of, verdicts_of
 from concurrency.goals import goals
 from concurrency.link import Link
+from concurrency.recording import RecordingError, read
 from concurrency.rules import Mean, Row
 from concurrency.several_runs import over_runs, with_runs
 from concurrency.tables import cells_table, differences_table, gains_table, goals_table, predictions_of
 from concurrency.two_gpus import beside_one_gpu, on_two_gpus
-
-
-def read(paths: Sequence[Path]) -> list[Row]:
-    """The lines of every file, of a packed one (.xz) too; one cut short by the end of a run is left out."""
-    rows: list[Row] = []
-    for path in paths:
-        packed = path.read_bytes()
-        for line in (lzma.decompress(packed) if path.suffix == ".xz" else packed).decode("utf-8").splitlines():
-            try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                print(f"{path.name}: a line cut short is left out", file=sys.stderr)
-    return rows
 
 
 def newest(runs: Sequence[Sequence[Row]]) -> list[Row]:
@@ -249,7 +238,7 @@ def answers_table(rows: Sequence[Row]) -> str:
 
 
 def main() -> int:
-    """Prints the tables; 1 when there is nothing to tell."""
+    """Prints the tables; 2 where a file is broken or there is nothing to tell, which stderr says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="+")
     parser.add_argument("--json", type=Path, help="the figures without the requests")
@@ -260,14 +249,28 @@ def main() -> int:
     parser.add_argument("--each", type=Path, help="what every run says by itself is written there, in Markdown")
     parser.add_argument("--cell", default="", help="only cells whose name holds this")
     asked = parser.parse_args()
-    runs = [read([path]) for path in asked.runs]
+    try:
+        report(asked, [read([path]) for path in asked.runs])
+    except RecordingError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(asked: argparse.Namespace, runs: Sequence[Sequence[Row]]) -> None:
+    """The tables are printed and what was asked for is written.
+
+    Raises:
+        RecordingError: nothing is there to tell, lines that do not fit together, or a file that cannot be written.
+    """
     rows = newest(runs) if asked.newest else [row for run in runs for row in run]
-    cells = {name: cell for name, cell in figures_of(rows).items() if asked.cell in name}
+    every = figures_of(rows)
+    cells = {name: cell for name, cell in every.items() if asked.cell in name}
     if not cells:
-        print("no repeats in these files", file=sys.stderr)
-        return 1
+        named = f"of a cell named like {asked.cell!r}, only of {', '.join(every)}" if every else "at all"
+        raise RecordingError(f"{', '.join(map(str, asked.runs))}: no repeats {named}; name other recordings or cells")
     verdicts = verdicts_of(rows)
-    predicted = predictions_of(json.loads(asked.predicted.read_text(encoding="utf-8"))) if asked.predicted else {}
+    predicted = predictions_in(asked.predicted) if asked.predicted else {}
     if not asked.goals:
         for cell in cells.values():
             print(table(cell))
@@ -280,17 +283,35 @@ def main() -> int:
     print(link_table(cells))
     beside = beside_one_gpu(by_run(runs)) if any(map(on_two_gpus, cells)) else []
     print(goals_table([*with_runs(goals(cells, verdicts, rows), over_runs(by_run(runs))), *beside]))
-    if asked.json:
-        asked.json.write_text(json.dumps(summary(rows), indent=1, allow_nan=True) + "\n", encoding="utf-8")
-    if asked.each:
-        names = [path.name.partition(".")[0] for path in asked.runs]
-        asked.each.write_text(each_run(dict(zip(names, runs, strict=True))), encoding="utf-8")
-    if asked.svg:
-        from concurrency.plots import draw
+    try:
+        if asked.json:
+            write_json(asked.json, summary(rows))
+        if asked.each:
+            names = [path.name.partition(".")[0] for path in asked.runs]
+            write_text(asked.each, each_run(dict(zip(names, runs, strict=True))))
+        if asked.svg:
+            from concurrency.plots import draw
 
-        for path in draw(cells, asked.svg):
-            print(path, file=sys.stderr)
-    return 0
+            for path in draw(cells, asked.svg):
+                print(path, file=sys.stderr)
+    except OSError as error:
+        raise RecordingError(f"{error.filename}: {error.strerror}; name a place that can be written to") from error
+
+
+def predictions_in(path: Path) -> dict[tuple[str, str], float]:
+    """As `predictions_of`, of a file.
+
+    Raises:
+        RecordingError: it is not there, or `lamella validate --json` did not write it.
+    """
+    try:
+        return predictions_of(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise RecordingError(f"{path}: {error.strerror}; write it by `lamella validate --json`") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecordingError(
+            f"{path}: not as `lamella validate --json` writes it ({error!r}); write it anew"
+        ) from error
 
 
 if __name__ == "__main__":

@@ -66,6 +66,8 @@ class Change(NamedTuple):
 
 def change_of(mine: Mean, base: Mean, drift: float) -> Change:
     """The relative change, its standard error, and whether it counts: small errors, little drift, beyond two errors."""
+    if not base.value:
+        return Change(math.nan, math.inf, False, "the baseline's is 0")
     ratio = mine.value / base.value
     error = ratio * math.hypot(mine.relative_error, base.relative_error)
     reasons = []

@@ -9,17 +9,16 @@ import random
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from concurrency.arms import Arm, chunk_major_of
 from concurrency.cells import Cell, Group
 from concurrency.closed_loop import Served, serve, while_others_decode
 from concurrency.groups import GROUPS
+from concurrency.recording import SCHEMA_VERSION
 from concurrency.rules import not_shown_yet, ttft_ms
 
-SCHEMA_VERSION = 1
 VERIFY_ARMS = (
     "recompute",
     "chunk_bounded",
@@ -54,19 +53,6 @@ def round_of(cell: Cell, arms: dict[str, Arm], number: int, seed: int) -> list[s
     if number % 2:
         order.reverse()
     return [name for name in order if number < (arms[name].repeats or cell.most_repeats)]
-
-
-def rows_in(path: Path, groups: Collection[str]) -> list[dict[str, Any]]:
-    """Repeats and verifications that are there; a line cut short by the end of a run does not count."""
-    found: list[dict[str, Any]] = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if row.get("group") in groups and row["kind"] in ("repeat", "verify"):
-            found.append(row)
-    return found
 
 
 def request_row(one: Served, begin_ns: int, seen: dict[str, Any], cached: int) -> dict[str, Any]:
@@ -159,18 +145,30 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
 
 
 class Run:
-    """One call of the program: what is done, what is left, and where it goes. `begin` is when the program began."""
+    """One call of the program: what is done, what is left, and where it goes.
+
+    Args:
+        there: the lines that earlier calls wrote.
+        begin: when the program began.
+    """
 
     def __init__(
-        self, asked: argparse.Namespace, engine: Any, group: Group, arms: dict[str, Arm], begin: float
+        self,
+        asked: argparse.Namespace,
+        engine: Any,
+        group: Group,
+        arms: dict[str, Arm],
+        there: Sequence[dict[str, Any]],
+        begin: float,
     ) -> None:
         self.asked, self.engine, self.group, self.arms, self.begin = asked, engine, group, arms, begin
         names = asked.cells.split("+")
         self.group_of = {cell.name: name for name in names for cell in GROUPS[name].cells}
         self.seen: dict[str, dict[str, list[dict[str, Any]]]] = defaultdict(lambda: defaultdict(list))
         self.verified: set[tuple[str, str]] = set()
-        for row in rows_in(asked.out, names):
-            self._note(row)
+        for row in there:
+            if row.get("group") in names:
+                self._note(row)
         self.number = 0
         self.warm: set[str] = set()
 

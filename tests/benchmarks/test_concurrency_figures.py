@@ -2,42 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import lzma
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 from concurrency.figures import figures_of, is_flawed, judge, tolerance_of
-from concurrency.report import answers_table, overview, read, summary, table
+from concurrency.report import answers_table, overview, summary, table
 from concurrency.rules import Mean, change_of, counted
 
-CELL = {
-    "name": "c", "concurrency": 1, "hit": 100, "new": 10, "rate_per_s": None, "mix": [], "miss_every": 0,
-    "bystanders": 0,
-}  # fmt: skip
-
-
-def request(ttft_ms: float, queued_ms: float = 1.0, **more: Any) -> dict[str, Any]:
-    first = round((queued_ms + ttft_ms) * 1e3)
-    return {
-        "at_us": 0, "queued_us": round(queued_ms * 1e3), "token_us": [first, first + 5_000, first + 10_000],
-        "tokens": [1, 2, 3], "cached": 100, "local_hit": 0, "started_us": 2_000, "landed_us": [3_000, 42_000], **more,
-    }  # fmt: skip
-
-
-def row(arm: str, repeat: int, ttft_ms: float, **more: Any) -> dict[str, Any]:
-    return {
-        "kind": "repeat", "cell": CELL, "arm": arm, "repeat": repeat, "wall_us": 100_000,
-        "requests": [request(999.0), request(ttft_ms), request(ttft_ms)],
-        "steps": [[0, 11_000, 10, 0, 5, 10_000], [20_000, 9_000, 1, 1, 5, 8_000]],
-        "host_stall_us": {"0": 500}, "peak_in_flight_bytes": 7, "bystander_us": [], "counters": {}, **more,
-    }  # fmt: skip
-
-
-def lines(**arms: list[float]) -> list[dict[str, Any]]:
-    return [row(arm, repeat, ttft) for arm, times in arms.items() for repeat, ttft in enumerate(times)]
+from recorded_rows import CELL, lines, request, row
 
 
 def test_the_first_requests_of_a_closed_loop_do_not_count() -> None:
@@ -172,11 +145,3 @@ def test_how_long_loads_took_and_releases_were_held_and_what_auto_chose() -> Non
     assert arm.choices == {"early": 4}
     assert arm.slices == {3: 6}
     assert "auto chose early 4; slices a load: 3 in 6" in table(figures_of(rows)["c"])
-
-
-def test_a_packed_recording_reads_as_the_plain_one(tmp_path: Path) -> None:
-    text = "".join(json.dumps(one) + "\n" for one in lines(auto=[50.0])) + "cut sho"
-    (tmp_path / "run.jsonl").write_text(text)
-    (tmp_path / "run.jsonl.xz").write_bytes(lzma.compress(text.encode()))
-    assert len(read([tmp_path / "run.jsonl.xz"])) == 1
-    assert read([tmp_path / "run.jsonl.xz"]) == read([tmp_path / "run.jsonl"])

@@ -14,7 +14,8 @@ from concurrency.choices import link_table
 from concurrency.figures import figures_of
 from concurrency.goals import goals
 from concurrency.link import Link, floor_of, least_waits, link_of, raw_bytes_per_us
-from concurrency.report import read, table
+from concurrency.recording import read
+from concurrency.report import table
 from concurrency.rules import counted, ttft_ms
 from hypothesis import given
 from hypothesis import strategies as st

@@ -11,7 +11,8 @@ import pytest
 from concurrency.choices import choices_table, link_table
 from concurrency.figures import figures_of, verdicts_of
 from concurrency.goals import goals
-from concurrency.report import by_run, commit_of, commits_of, each_run, newest, read, summary
+from concurrency.recording import read
+from concurrency.report import by_run, commit_of, commits_of, each_run, newest, summary
 from concurrency.rules import Mean, change_of, host_measures, slow_of, ttft_ms
 from concurrency.several_runs import TODAYS, over_runs, with_runs
 from concurrency.tables import differences_table, gains_table, goals_table

@@ -13,18 +13,19 @@ import pytest
 from concurrency.arms import ARMS, BASELINE, DIFFERENCES, Arm, chunk_major_of
 from concurrency.cells import Cell, Group, joined, shrunk
 from concurrency.groups import GROUPS
+from concurrency.recording import read, rows_there
 from concurrency.rules import drift_of, kept, not_shown_yet
-from concurrency.run import Run, round_of, rows_in
+from concurrency.run import Run, round_of
+
+from recorded_rows import CELL as ROW_CELL
+from recorded_rows import request, row
 
 CELL = Cell("c", 1, 256, 8, 6, arms=(BASELINE, "chunk_deep", "fifo_first", "recompute"), repeats=2, most_repeats=8)
 
 
 def repeat(arm: str, number: int, ttft_ms: float, queued_us: int = 3_000, rate: float | None = None) -> dict[str, Any]:
-    request = {"queued_us": queued_us, "token_us": [round(queued_us + 1e3 * ttft_ms)]}
-    cell = {"name": "c", "concurrency": 1, "rate_per_s": rate}
-    return {
-        "kind": "repeat", "cell": cell, "arm": arm, "repeat": number, "requests": [request] * 3, "at_s": float(number),
-    }  # fmt: skip
+    requests = [request(ttft_ms, queued_us / 1e3)] * 3
+    return row(arm, number, ttft_ms, cell={**ROW_CELL, "rate_per_s": rate}, requests=requests, at_s=float(number))
 
 
 # ---- order
@@ -84,7 +85,7 @@ def ran(
     monkeypatch.setattr("concurrency.run.run_repeat", run_repeat)
     monkeypatch.setitem(GROUPS, "one", Group((cell,)))
     asked = argparse.Namespace(out=out, cells="one", seed=1, budget_s=budget_s)
-    run = Run(asked, OneEngine(), GROUPS["one"], ARMS, 0.0)
+    run = Run(asked, OneEngine(), GROUPS["one"], ARMS, rows_there(out), 0.0)
     return run.all([cell]), order
 
 
@@ -121,32 +122,35 @@ def test_a_cell_that_is_never_shown_ends_with_its_last_round(
     assert ran(monkeypatch, tmp_path / "o", lambda arm, number: 1.0, cell) == (True, [])
 
 
-def test_a_second_call_goes_on_where_the_first_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = ran(monkeypatch, tmp_path / "whole", lambda arm, number: 100.0 + number % 2)[1]
-    out = tmp_path / "o"
-    lines = (tmp_path / "whole").read_text(encoding="utf-8").splitlines()
-    out.write_text("\n".join(lines[:5]) + '\n{"kind": "repeat", "gro\n', encoding="utf-8")
-    assert ran(monkeypatch, out, lambda arm, number: 100.0 + number % 2)[1] == whole[5:]
-    numbers = [(row["arm"], row["repeat"]) for row in rows_in(out, ["one"])]
-    assert len(set(numbers)) == len(numbers) == len(whole)
+def test_a_second_call_goes_on_where_the_first_was_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def ttft_ms(arm: str, number: int) -> float:
+        return 100.0 + number % 2
+
+    order = ran(monkeypatch, tmp_path / "whole", ttft_ms)[1]
+    whole = (tmp_path / "whole").read_bytes()
+    fifth = len(b"".join(whole.splitlines(keepends=True)[:5]))
+    for cut in (fifth, fifth + 1, fifth + 30, whole.index(b"\n", fifth) - 1, whole.index(b"\n", fifth)):
+        out = tmp_path / f"o{cut}"
+        out.write_bytes(whole[:cut])
+        done = 6 if cut == whole.index(b"\n", fifth) else 5  # only the end of the line is missing
+        assert ran(monkeypatch, out, ttft_ms)[1] == order[done:]
+        assert [(row["arm"], row["repeat"]) for row in read([out])] == [
+            (row["arm"], row["repeat"]) for row in map(json.loads, whole.splitlines())
+        ]
+    assert "cut short" not in capsys.readouterr().err, "nothing of a cut line is left in the file"
+
+
+def test_lines_of_other_groups_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "o"
+    order = ran(monkeypatch, path, lambda arm, number: 100.0 + number % 2)[1]
+    path.write_text(path.read_text().replace('"group": "one"', '"group": "other"'))
+    assert ran(monkeypatch, path, lambda arm, number: 100.0 + number % 2)[1] == order
 
 
 def test_nothing_begins_after_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ran(monkeypatch, tmp_path / "o", lambda arm, number: 1.0, budget_s=-1.0) == (False, [])
-
-
-def test_lines_of_other_groups_and_lines_cut_short_do_not_count(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text(
-        '{"kind": "engine", "group": "core"}\n'
-        '{"kind": "repeat", "group": "core", "arm": "auto"}\n'
-        '{"kind": "repeat", "group": "extra", "arm": "auto"}\n'
-        '{"kind": "repeat", "group": "core", "cell": {"na'
-    )
-    assert [json.dumps(row) for row in rows_in(path, ["core"])] == [
-        '{"kind": "repeat", "group": "core", "arm": "auto"}'
-    ]
-    assert rows_in(tmp_path / "none.jsonl", ["core"]) == []
 
 
 # ---- which repeats count
