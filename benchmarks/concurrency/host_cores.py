@@ -4,7 +4,8 @@ A step with piecewise graphs takes as long as its launches, and a thread whose c
 launches half as fast. With one rank that thread is this process's first; with tensor parallelism the first thread of
 this process schedules and that of each worker process launches, and each has a share of the cores: one for itself, the
 rest for the other threads of its process. Threads inherit the cores of the thread that makes them: what is made inside
-`shared` gets the other cores. A quick core is not quick for long, so `EngineCores.keep_quick` looks before each repeat.
+`shared` gets the other cores. A quick core is quick for a second or so, so `EngineCores.keep_quick` looks before each
+repeat, and goes on choosing for a bounded time where one is slow.
 Linux only; where cores are few or unknown nothing is done, and `facts` says why.
 """
 
@@ -22,6 +23,9 @@ _PROBE_ROUNDS: Final = 20_000
 _FEWEST_CORES: Final = 3
 SLOW_CORE: Final = 1.2
 """Times the quickest probe of any process: that core is given up. Quick ones differ by 4%, slow ones by 40% or more."""
+MOST_CHOICES: Final = 6
+CHOOSING_S: Final = 1.0
+"""Before a repeat slow cores are given up at most so often, and no choice begins later than that."""
 
 
 def physical_cores(allowed: Sequence[int], sys_folder: Path = Path("/sys")) -> list[tuple[int, ...]]:
@@ -107,6 +111,7 @@ class HostCores:
         self._cores = list(cores)
         self._why_not = why_not
         self._main: int | None = None
+        self._looked_us: float | None = None
         self._took_us: dict[int, float] = {}
 
     def facts(self) -> dict[str, Any]:
@@ -144,7 +149,13 @@ class HostCores:
 
     def look(self) -> float | None:
         """How long the probe takes now on the calling thread's own core, in microseconds; None: it has none."""
-        return None if self._main is None else _shortest_us()
+        self._looked_us = None if self._main is None else _shortest_us()
+        return self._looked_us
+
+    def give_up_slow(self, limit_us: float) -> None:
+        """As `choose`, where the last look took longer than that."""
+        if self._looked_us is not None and self._looked_us > limit_us:
+            self.choose()
 
     @contextmanager
     def shared(self) -> Iterator[None]:
@@ -179,13 +190,22 @@ class EngineCores:
         ranks: calls a method of every `rank.Rank`, by name; replies in rank order.
         part, parts: which of several engines side by side this is.
         wanted: false where nothing is to be done.
+        clock: seconds.
     """
 
-    def __init__(self, ranks: Callable[..., list[Any]], part: int, parts: int, wanted: bool = True) -> None:
+    def __init__(
+        self,
+        ranks: Callable[..., list[Any]],
+        part: int,
+        parts: int,
+        wanted: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._ranks: Callable[..., list[Any]] | None = None
         self._quickest_us = math.inf
         self.chosen_anew = 0
-        """How often a slow core was given up."""
+        """How often slow cores were given up."""
         if not (wanted and hasattr(os, "sched_setaffinity")):
             self._own = HostCores((), "not wanted" if not wanted else "this system gives no thread cores of its own")
             return
@@ -223,14 +243,22 @@ class EngineCores:
         self._quickest_us = min([self._quickest_us, *seen])
         return seen
 
-    def keep_quick(self) -> list[float]:
-        """Cores are chosen anew, once, where one has become slow; `look` as it is then. The same before any arm."""
-        seen = self.look()
-        if max(seen, default=0.0) <= SLOW_CORE * self._quickest_us:
-            return seen
-        self.chosen_anew += 1
-        self.choose()
-        return self.look()
+    def keep_quick(self) -> list[list[float]]:
+        """Cores that have become slow are given up until none is, or for a bounded time; every `look`, the last as now.
+
+        Each process whose core is slow chooses anew, the others keep theirs. The same before any arm.
+        """
+        begin, seen = self._clock(), [self.look()]
+        while len(seen) <= MOST_CHOICES and self._clock() - begin < CHOOSING_S:
+            limit_us = SLOW_CORE * self._quickest_us
+            if max(seen[-1], default=0.0) <= limit_us:
+                break
+            self.chosen_anew += 1
+            if self._ranks is not None:
+                self._ranks("give_up_slow_core", limit_us)
+            self._own.give_up_slow(limit_us)
+            seen.append(self.look())
+        return seen
 
     def shared(self) -> AbstractContextManager[None]:
         """As `HostCores.shared`, in this process; a rank does so itself."""

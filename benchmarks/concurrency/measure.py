@@ -36,7 +36,7 @@ if __name__ == "__main__":
 from concurrency.arms import ARMS, Arm, chunk_major_of
 from concurrency.cells import Cell, Group, joined, shrunk
 from concurrency.groups import GROUPS
-from concurrency.host_cores import SLOW_CORE
+from concurrency.host_cores import CHOOSING_S, MOST_CHOICES, SLOW_CORE
 from concurrency.recording import RecordingError, rows_there
 from concurrency.run import Run
 from lamella.cuda_ext.commit import commit_of
@@ -163,7 +163,7 @@ def facts_of(engine: Any, asked: argparse.Namespace) -> dict[str, Any]:
         facts["wire"] = device_facts.wire_rates(engine.torch)
         engine.torch.cuda.empty_cache()
     facts["vllm"], facts["cores"] = vllm.__version__, engine.cores.facts()
-    facts["cores"]["chosen_anew_above"] = SLOW_CORE
+    facts["cores"] |= {"chosen_anew_above": SLOW_CORE, "most_choices": MOST_CHOICES, "choosing_s": CHOOSING_S}
     facts["arguments"] = [argument for argument in sys.argv[1:] if not argument.startswith("/")]
     return facts
 

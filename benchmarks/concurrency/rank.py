@@ -129,6 +129,10 @@ class Rank:
         """This thread, which launches, has the quickest core of the share, and this process's others the rest."""
         self._cores.choose()
 
+    def give_up_slow_core(self, limit_us: float) -> None:
+        """See `HostCores.give_up_slow`."""
+        self._cores.give_up_slow(limit_us)
+
     def look_at_core(self) -> float | None:
         """See `HostCores.look`."""
         return self._cores.look()

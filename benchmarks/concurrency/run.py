@@ -92,7 +92,9 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     engine.cached.clear()
     times: dict[str, list[int]] = {}
     window_ns = requests[-1].at_ns - requests[0].at_ns + _TAIL_NS
-    probes = [engine.cores.keep_quick()]
+    choosing_ns = -time.monotonic_ns()
+    looks = engine.cores.keep_quick()
+    choosing_ns += time.monotonic_ns()
 
     def measured(loop: Any) -> list[Served]:
         engine.clear()
@@ -111,7 +113,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
     end_ns = max(one.token_ns[-1] for one in served)
     until_ns = begin_ns + window_ns if concurrency is None else end_ns
     engine.after_repeat(cell)
-    probes.append(engine.cores.look())
+    probes = [looks[-1], engine.cores.look()]
     noted = engine.taken()
     loads = {name if name in engine.cached else name.rsplit("-", 1)[0]: load for name, load in noted["loads"].items()}
     return {
@@ -126,6 +128,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         "window_us": round((until_ns - begin_ns) / 1e3),
         "switch_ms": round(engine.switch_ms, 1),
         "probe_us": probes,
+        "choosing": {"looks_us": looks, "ms": round(choosing_ns / 1e6, 1)},
         "requests": [
             request_row(one, begin_ns, loads.get(one.name, {}), engine.cached.get(one.name, 0)) for one in served
         ],

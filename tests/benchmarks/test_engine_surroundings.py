@@ -12,7 +12,15 @@ from typing import Any
 
 import pytest
 from concurrency.graph_choice import GraphChoice, usual_sizes
-from concurrency.host_cores import EngineCores, HostCores, cores_of_node, dealt, physical_cores
+from concurrency.host_cores import (
+    CHOOSING_S,
+    MOST_CHOICES,
+    EngineCores,
+    HostCores,
+    cores_of_node,
+    dealt,
+    physical_cores,
+)
 from concurrency.rank import Rank, Ranks
 
 
@@ -222,33 +230,76 @@ def test_where_cores_are_few_nothing_is_done_and_every_rank_says_why(
     assert len(facts.get("ranks", ())) == (2 if len(devices) == 2 else 0)
 
 
+class Cores:
+    """Two ranks and the process that schedules on a machine whose cores are as quick as `takes` says.
+
+    A look costs `look_s`; a choice costs a tenth of a second and brings what is next in `to_come` of that process.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.001) -> None:
+        workers = Executor("cuda:0", "cuda:1")
+        self.now_s, self.chosen = 0.0, list[str]()
+        self.cores = EngineCores(Ranks(workers), 0, 1, clock=lambda: self.now_s)
+        self.takes = {"own": 700.0, "rank 0": 702.0, "rank 1": 690.0}
+        self.to_come: dict[str, list[float]] = {name: [] for name in self.takes}
+        names = {id(self.cores._own): "own"}
+        names |= {id(one.__dict__["_concurrency_rank"]._cores): f"rank {one.rank}" for one in workers.workers}
+
+        def look(one: HostCores) -> float:
+            self.now_s += look_s
+            one._looked_us = self.takes[names[id(one)]]
+            return one._looked_us
+
+        def choose(one: HostCores) -> None:
+            self.now_s += 0.1
+            name = names[id(one)]
+            self.chosen.append(name)
+            if self.to_come[name]:
+                self.takes[name] = self.to_come[name].pop(0)
+
+        monkeypatch.setattr(HostCores, "look", look)
+        monkeypatch.setattr(HostCores, "choose", choose)
+
+
 @pytest.mark.usefixtures("on_two_nodes")
-def test_before_a_repeat_every_process_is_looked_at_and_all_choose_anew_where_one_core_is_slow(
+def test_before_a_repeat_every_process_is_looked_at_and_those_with_slow_cores_choose_until_none_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    workers = Executor("cuda:0", "cuda:1")
-    cores = EngineCores(Ranks(workers), 0, 1)
-    chosen: list[HostCores] = []
-    takes = {"own": 700.0, "rank 0": 702.0, "rank 1": 690.0}
-    names = {id(cores._own): "own"}
-    names |= {id(one.__dict__["_concurrency_rank"]._cores): f"rank {one.rank}" for one in workers.workers}
-    monkeypatch.setattr(HostCores, "look", lambda self: takes[names[id(self)]])
-    monkeypatch.setattr(HostCores, "choose", chosen.append)
-    assert cores.keep_quick() == [700.0, 702.0, 690.0]
-    assert not chosen
+    machine = Cores(monkeypatch)
+    cores, takes = machine.cores, machine.takes
+    assert cores.keep_quick() == [[700.0, 702.0, 690.0]]
     takes["rank 1"] = 1.19 * 690
-    assert cores.keep_quick() == [700.0, 702.0, 821.1]
-    assert not chosen, "as slow as quick cores may be"
-    takes["rank 1"] = 1300.0
-    monkeypatch.setattr(HostCores, "choose", lambda self: (chosen.append(self), takes.update({"rank 1": 900.0})))
-    assert cores.keep_quick() == [700.0, 702.0, 900.0], "chosen anew once, however slow they still are"
-    assert [names[id(one)] for one in chosen] == ["rank 0", "rank 1", "own"]
-    assert cores.chosen_anew == 1
-    assert cores.look() == [700.0, 702.0, 900.0]
-    assert len(chosen) == 3, "to look is not to choose"
-    takes |= dict.fromkeys(takes, 1300.0)
-    cores.keep_quick()
-    assert len(chosen) == 6, "slow beside the quickest look ever, though all are alike now"
+    assert cores.keep_quick() == [[700.0, 702.0, 821.1]]
+    assert not machine.chosen, "as slow as quick cores may be"
+    takes["rank 1"], machine.to_come["rank 1"] = 1300.0, [1290.0, 900.0, 695.0, 650.0]
+    looks = cores.keep_quick()
+    assert looks == [[700.0, 702.0, us] for us in (1300.0, 1290.0, 900.0, 695.0)]
+    assert machine.chosen == ["rank 1"] * 3, "the others keep their quick cores, and quick is enough"
+    assert cores.chosen_anew == 3
+    assert cores.look() == looks[-1]
+    assert len(machine.chosen) == 3, "to look is not to choose"
+    takes.update(dict.fromkeys(takes, 1300.0))
+    machine.to_come |= {"own": [710.0], "rank 0": [1300.0, 710.0], "rank 1": [710.0]}
+    assert cores.keep_quick()[-1] == [710.0] * 3, "slow beside the quickest look ever, though all were alike"
+    assert machine.chosen[3:] == ["rank 0", "rank 1", "own", "rank 0"]
+
+
+@pytest.mark.usefixtures("on_two_nodes")
+def test_where_no_core_is_quick_choosing_ends_after_so_many_times_or_so_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Cores(monkeypatch)
+    machine.cores.look()
+    machine.takes["own"] = 1300.0
+    looks = machine.cores.keep_quick()
+    assert looks == [[1300.0, 702.0, 690.0]] * (1 + MOST_CHOICES)
+    assert machine.chosen == ["own"] * MOST_CHOICES
+    for look_s in (0.2, CHOOSING_S):
+        slow = Cores(monkeypatch, look_s)
+        slow.cores.look()
+        slow.takes.update(dict.fromkeys(slow.takes, 1300.0))
+        begin_s = slow.now_s
+        looks = slow.cores.keep_quick()
+        assert slow.now_s - begin_s <= CHOOSING_S + 3 * (look_s + 0.1), "what began in time ends"
+        assert len(looks) == (2 if look_s == 0.2 else 1)
 
 
 def test_a_look_is_the_shortest_probe_of_the_core_that_a_thread_has(two_cores: list[int]) -> None:
@@ -257,12 +308,18 @@ def test_a_look_is_the_shortest_probe_of_the_core_that_a_thread_has(two_cores: l
     mine.choose()
     assert mine.look() == 1.0
     assert os.sched_getaffinity(0) == {two_cores[1]}
+    os.sched_setaffinity(0, {two_cores[0]})
+    mine.give_up_slow(1.5)
+    assert os.sched_getaffinity(0) == {two_cores[0]}, "the last look was quick enough"
+    assert mine.look() == 2.0
+    mine.give_up_slow(1.5)
+    assert os.sched_getaffinity(0) == {two_cores[1]}
 
 
 def test_where_nothing_is_wanted_no_rank_is_asked() -> None:
     cores = EngineCores(lambda name, *_more: pytest.fail(f"{name} was called"), 0, 1, wanted=False)
     cores.choose()
-    assert cores.keep_quick() == cores.look() == []
+    assert cores.keep_quick() == [cores.look()] == [[]]
     assert cores.facts() == {"cores": [], "main": None, "probe_us": {}, "why_not": "not wanted"}
 
 
