@@ -37,6 +37,7 @@ class Arm:
         graphs: which steps replay captured graphs: `piecewise`, those the engine captures by its defaults; `prefill`,
             piecewise ones of prefills too; `full`, whole decoding steps.
         begins_in_thread: a thread in Python begins the loads, not the model runner's.
+        beside: a second process multiplies on the same device all the while.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Arm:
     counted_requests: int = 0
     graphs: str = "piecewise"
     begins_in_thread: bool = False
+    beside: bool = False
 
 
 def _layerwise(order: str = "fifo", release: str = "first", **more: Any) -> dict[str, Any]:
@@ -75,15 +77,19 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("fifo_width8", _layerwise(layers_per_slice=8)),
         Arm("fifo_width32", _layerwise(layers_per_slice=32)),
         Arm("fifo_thread", _layerwise(), begins_in_thread=True),
+        Arm("fifo_beside", _layerwise(), beside=True),
+        Arm("chunk_beside", _CHUNK, beside=True),
         Arm("shortest_first", _layerwise("shortest_remaining")),
         Arm("sync", {"use_layerwise": True}),
         Arm("sync_ahead", {"use_layerwise": True, **AHEAD}),
+        Arm("sync_width32", {"use_layerwise": True, "layers_per_slice": 32}),
         Arm("auto", _AUTO),
         Arm("auto_ahead", {**_AUTO, **AHEAD}),
         Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
         Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
         Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
         Arm("fifo_no_turns", _layerwise(**_NO_TURNS)),
+        Arm("fifo_deep_no_turns", _layerwise(**DEEP, **_NO_TURNS)),
         Arm("interleaved_no_turns", _layerwise("round_robin", **_NO_TURNS)),
         Arm("interleaved_deep_no_turns", _layerwise("round_robin", **DEEP, **_NO_TURNS)),
         Arm("early_read", _layerwise(), repeats=1, obeys_waits=False),
@@ -120,6 +126,7 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("the same, joining the next step", "sync", "sync_ahead"),
     ("the same, chosen", "auto", "auto_ahead"),
     ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
+    ("the same, and then everything enqueued at once: the engine's copies wait", "fifo_no_turns", "fifo_deep_no_turns"),
     ("the same, of a chunk-major load", "chunk_bounded", "chunk_no_turns"),
     ("a chunk-major load enqueued at once", "chunk_bounded", "chunk_deep"),
     ("the same with full graphs", "chunk_full_graphs", "chunk_deep_full_graphs"),
@@ -131,10 +138,14 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("release with the eighth layer", "fifo_first", "fifo_first8"),
     ("release with the sixteenth layer", "fifo_first", "fifo_first16"),
     ("the whole batch stands from the request's admission on", "fifo_first", "sync"),
+    ("no release to be noticed: the load of one slice inside its step", "fifo_width32", "sync_width32"),
     ("slices of eight layers", "fifo_first", "fifo_width8"),
     ("one slice of all layers", "fifo_first", "fifo_width32"),
+    ("one launch a load instead of 32, released alike", "fifo_whole", "fifo_width32"),
     ("words that the device writes, instead of events", "fifo_first", "fifo_value"),
     ("a thread in Python begins the loads", "fifo_first", "fifo_thread"),
+    ("a second process multiplies on the device", "fifo_first", "fifo_beside"),
+    ("the same beside a chunk-major load", "chunk_bounded", "chunk_beside"),
     ("prefills replay captured graphs, chunk-major", "chunk_bounded", "chunk_prefill_graphs"),
     ("prefills replay captured graphs", "fifo_first", "fifo_prefill_graphs"),
     ("prefills replay captured graphs, chosen", "auto", "auto_prefill_graphs"),

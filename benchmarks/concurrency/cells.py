@@ -89,6 +89,7 @@ class Group:
         prefill_graphs: steps of so many tokens are captured piecewise too; only arms that say so replay them.
         peer: one of vLLM's own connectors instead of Lamella.
         engine_options: of vLLM's engine, over those of every group.
+        mps: the engine and the process beside some arms share the device through MPS, see `second_process`.
     """
 
     cells: tuple[Cell, ...]
@@ -100,6 +101,7 @@ class Group:
     engine_options: Mapping[str, Any] = field(default_factory=dict)
     peer: str | None = None
     peer_settings: Mapping[str, Any] = field(default_factory=dict)
+    mps: bool = False
 
     @property
     def pool_bytes(self) -> int:
@@ -123,7 +125,7 @@ def joined(names: str, groups: Mapping[str, Group]) -> Group:
     graphs = tuple(sorted({size for group in chosen for size in group.prefill_graphs}))
     like = [dataclasses.replace(group, cells=cells, prefill_graphs=graphs) for group in chosen]
     if any(other != like[0] for other in like):
-        raise ValueError(f"{names} do not run in one engine: they differ in documents, caching, graphs or connector")
+        raise ValueError(f"{names} do not run in one engine: documents, caching, graphs, connector or MPS differ")
     return like[0]
 
 

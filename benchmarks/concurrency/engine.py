@@ -28,6 +28,7 @@ from concurrency.llm import make_llm, set_environment
 from concurrency.probe import Probe
 from concurrency.prompts import BYSTANDER_OUTPUT, BYSTANDER_TOKENS, Prompts
 from concurrency.rank import Ranks
+from concurrency.second_process import SecondProcess
 from concurrency.weights import count_parameters, seed_weights
 
 
@@ -100,6 +101,7 @@ class ConcurrencyEngine:
         gc.freeze()  # as vLLM's own core does: what is there now is not looked at again
         self.ranks("freeze_garbage")
         self.cores = EngineCores(self.ranks, *side_by_side, wanted=not tiny)
+        self.second = SecondProcess("cpu" if tiny else "cuda:0", self.cores.shared)
         self.parameters = sum(self.llm.apply_model(count_parameters if tiny else seed_weights))
 
     # ---- set-up
@@ -361,7 +363,8 @@ class ConcurrencyEngine:
         return 0 if self.peer is not None else max(self.ranks("peak_in_flight_bytes"))
 
     def close(self) -> None:
-        """The engine is down."""
+        """The engine is down, and the process beside it."""
+        self.second.close()
         self.settle()
         self.reset(self.group.cells[0], ballast=False)
         self._engine.engine_core.shutdown()

@@ -77,13 +77,14 @@ _EIGHT: Final = dataclasses.replace(_CORE[2], arms=_FEW)
 _RANKS_ARMS: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
 _ONE_THING: Final = (
     BASELINE, "fifo_first", "interleaved_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "chunk_deep",
-    "interleaved_deep_no_turns", "fifo_whole", "fifo_jit", "fifo_first8", "fifo_width8", "fifo_width32", "fifo_thread",
-    "fifo_value",
+    "fifo_deep_no_turns", "interleaved_deep_no_turns", "sync", "fifo_whole", "fifo_width32", "sync_width32", "fifo_jit",
+    "fifo_first8", "fifo_width8", "fifo_thread", "fifo_value",
 )  # fmt: skip
 _ONE_THING_ALONE: Final = (
-    BASELINE, "fifo_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "fifo_whole", "fifo_width8",
-    "fifo_thread",
+    BASELINE, "fifo_first", "fifo_deep_first", "fifo_no_turns", "fifo_deep_no_turns", "chunk_no_turns", "sync",
+    "fifo_whole", "fifo_width32", "sync_width32", "fifo_width8", "fifo_thread",
 )  # fmt: skip
+_BESIDE: Final = (BASELINE, "fifo_first", "chunk_beside", "fifo_beside")
 
 
 def _peer(arm: str, connector: str) -> Group:
@@ -206,6 +207,10 @@ GROUPS: Final[dict[str, Group]] = {
             _named(_MIDDLE, "finding", arms=_ONE_THING, repeats=2, most_repeats=8),
             _named(_ONE, "finding", arms=_ONE_THING_ALONE, repeats=2, most_repeats=6),
         )
+    ),
+    "beside": Group(tuple(_named(cell, "beside", arms=_BESIDE, repeats=3) for cell in (_MIDDLE, _ONE))),
+    "beside_mps": Group(
+        tuple(_named(cell, "beside_mps", arms=_BESIDE, repeats=3) for cell in (_MIDDLE, _ONE)), mps=True
     ),
     "graphs": Group(
         (

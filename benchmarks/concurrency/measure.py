@@ -39,6 +39,7 @@ from concurrency.groups import GROUPS
 from concurrency.host_cores import CHOOSING_S, MOST_CHOICES, SLOW_CORE
 from concurrency.recording import RecordingError, rows_there
 from concurrency.run import Run
+from concurrency.second_process import MPS_CONTROL, mps_servers
 from lamella.cuda_ext.commit import commit_of
 
 
@@ -77,10 +78,14 @@ def main() -> int:
     """Runs what was asked; 0 when everything is done, 3 when the budget ended it or a cell failed, 2 for bad input."""
     begin = time.perf_counter()
     asked = parse()
-    group, arms = joined(asked.cells, GROUPS), dict(ARMS)
-    for text in asked.arm:
-        name, _equals, settings = text.partition("=")
-        arms[name] = Arm(name, json.loads(settings))
+    try:
+        group, arms = joined(asked.cells, GROUPS), dict(ARMS)
+        own = [(name, json.loads(settings)) for name, _equals, settings in (text.partition("=") for text in asked.arm)]
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    for name, settings in own:
+        arms[name] = Arm(name, settings)
         with_it = (dataclasses.replace(cell, arms=tuple(dict.fromkeys((*cell.arms, name)))) for cell in group.cells)
         group = dataclasses.replace(group, cells=tuple(with_it))
     if asked.tiny:
@@ -105,6 +110,9 @@ def main() -> int:
         for cell in cells:
             print(cell.name, cell.repeats, ",".join(cell.arms))
         return 0 if cells else 2
+    if group.mps and not asked.tiny and mps_servers() is None:
+        print(f"{asked.cells} runs through MPS, and none answers here: start it by `{MPS_CONTROL} -d`", file=sys.stderr)
+        return 2
     try:
         there = rows_there(asked.out)
         asked.out.open("a").close()  # what cannot be written to is said before a minute of the engine's start
@@ -161,6 +169,7 @@ def facts_of(engine: Any, asked: argparse.Namespace) -> dict[str, Any]:
 
         facts["machine"] = device_facts.provenance(engine.torch, vllm)
         facts["wire"] = device_facts.wire_rates(engine.torch)
+        facts["mps"] = mps_servers()
         engine.torch.cuda.empty_cache()
     facts["vllm"], facts["cores"] = vllm.__version__, engine.cores.facts()
     facts["cores"] |= {"chosen_anew_above": SLOW_CORE, "most_choices": MOST_CHOICES, "choosing_s": CHOOSING_S}

@@ -103,7 +103,7 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
             loop.sleep(max(0, served[0].arrival_ns + window_ns - loop.now_ns()) / 1e9)
         return served
 
-    with engine.without_garbage():
+    with engine.without_garbage(), engine.second.multiplying(arm.beside):
         if others:
             served, times = while_others_decode(engine, others, engine.abort, measured)
         else:
@@ -239,6 +239,8 @@ class Run:
             self.say(f"{cell.name}: documents stored in {seconds:.1f} s")
         if cell.name not in self.warm:
             self._warm_up(cell)
+        if not any(self.arms[name].beside for name in plan):
+            self.engine.second.close()
         self.engine.cores.choose()
         begin = time.perf_counter()
         seen = self.seen[cell.name]

@@ -61,8 +61,11 @@ class OneEngine:
 
         def choose(self) -> None: ...
 
+    class Second:
+        def close(self) -> None: ...
+
     def __init__(self) -> None:
-        self.cores = self.Cores()
+        self.cores, self.second = self.Cores(), self.Second()
 
     def fill(self, cell: Cell) -> float:
         return 0.0
@@ -285,7 +288,7 @@ def test_groups_of_one_engine_are_joined_and_others_refused() -> None:
         assert len({cell.name for cell in cells}) == len(cells)
     with pytest.raises(ValueError, match="do not run in one engine"):
         joined("core+long", GROUPS)
-    with pytest.raises(ValueError, match="there is no group cores; there are chunks, core"):
+    with pytest.raises(ValueError, match="there is no group cores; there are beside, .*chunks, core"):
         joined("cores", GROUPS)
 
 
