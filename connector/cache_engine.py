@@ -246,8 +246,9 @@ class CacheEngine:
         keys = self.keys_of(tokens, tenant)
         blocks = Blocks(tuple(block_ids), tokens_of(keys))
         self.connector.check(blocks, Direction.STORE)
-        new = keys[wanted.skip_tokens // self.space.chunk_tokens :] if wanted.skip_tokens < wanted.num_tokens else ()
-        reservation = self.storage.allocate(new) if self._allowed() else None
+        first = wanted.skip_tokens // self.space.chunk_tokens
+        new = keys[first:] if wanted.skip_tokens < wanted.num_tokens else ()
+        reservation = self.storage.allocate(new, keys[first - 1] if first else None) if self._allowed() else None
         if reservation is None and new:
             _log.info("%d chunks are not stored: no room for all of them now", len(new))
         chunk_of = {key: chunk for chunk, key in enumerate(keys)}

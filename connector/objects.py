@@ -49,7 +49,9 @@ class Objects(Protocol):
         blocks: BlockTables,
         take_number: Callable[[], int],
     ) -> list[StoreOrder] | None:
-        """Orders to store those of the chunks that are not kept yet; None: there is no room for them now.
+        """Orders to store those of the chunks that are not kept yet; None: they are not stored.
+
+        There is no room for them now, or what comes before them is gone, so that they could never be hit.
 
         Args:
             request: its name.
@@ -104,7 +106,6 @@ class PoolObjects:
         """Slots that the index knows of."""
         self._tier: TierPrefetch | None = None
         self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
-        self._prefixes: dict[int, Sequence[ChunkKey]] = {}  # of stores under way: what comes before them
 
     def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
         """As `Objects.set_ranks`."""
@@ -118,7 +119,7 @@ class PoolObjects:
         """As `Objects.find`; what the pool lacks and the tier has is brought first."""
         hits = self.index.leading_hits(keys)
         if self._tier is not None and hits < len(keys):
-            if not self._tier.settle(request, keys[hits:]):
+            if not self._tier.settle(request, keys[hits:], keys[hits - 1] if hits else None):
                 return None
             hits = self.index.leading_hits(keys)
         return hits
@@ -143,10 +144,10 @@ class PoolObjects:
         take_number: Callable[[], int],
     ) -> list[StoreOrder] | None:
         """As `Objects.reserve`."""
-        prefix, wanted = keys[:first_chunk], keys[first_chunk:]
-        if self._tier is None and not self.index.holds(prefix):
-            return None  # they could never be hit
-        reserved = self.index.reserve(wanted, behind=prefix)
+        wanted, after = keys[first_chunk:], keys[first_chunk - 1] if first_chunk else None
+        if self._tier is None and not self.index.is_whole(after):
+            return None
+        reserved = self.index.reserve(wanted, after)
         if reserved is None:
             return None
         place = {key: first_chunk + offset for offset, key in enumerate(wanted)}
@@ -161,24 +162,19 @@ class PoolObjects:
         for run in runs:
             chunks, slots, own = zip(*run, strict=True)
             end = (chunks[-1] + 1) * size
-            number = take_number()
-            self._prefixes[number] = keys[: chunks[0]]
-            orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, own))
+            orders.append(StoreOrder(take_number(), request, slots, chunks[0], blocks, end, chunks[0] * size, own))
         return orders
 
     def drop(self, order: StoreOrder) -> None:
         """As `Objects.drop`."""
-        del self._prefixes[order.number]
         self.index.abandon(order.slots)
 
     def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
         """As `Objects.store_ended`."""
-        prefix = self._prefixes.pop(order.number)
         if not ok:
             self.index.abandon(order.slots)
             return
         self.index.commit(order.slots)
-        self.index.touch(prefix)  # a prompt computed in several steps too loses its tail before its head
         if self._settings.file_tier is not None:  # a tier reads the slots until its put has ended
             self.index.pin(order.keys)
             self._puts[order.number] = (order.slots, Ended(0, True))

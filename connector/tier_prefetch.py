@@ -83,10 +83,15 @@ class TierPrefetch:
         self._orders: list[FetchOrder] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamella-lookup")
 
-    def settle(self, request: str, keys: Sequence[ChunkKey]) -> bool:
-        """Whether the tier has nothing more to bring for the request's `keys`, those that the pool does not hold.
+    def settle(self, request: str, keys: Sequence[ChunkKey], after: ChunkKey | None = None) -> bool:
+        """Whether the tier has nothing more to bring for the request; False: ask again later.
 
-        False: ask again later. The first call starts the lookup.
+        The first call starts the lookup.
+
+        Args:
+            request: its name.
+            keys: of its chunks from the first on that the pool does not hold.
+            after: the chunk before them; None: they begin the prompt.
         """
         asked = self._asked.get(request)
         if asked is None:
@@ -97,7 +102,7 @@ class TierPrefetch:
         if asked.fetch is not None:
             asked.done = asked.fetch not in self._fetches
         elif asked.lookup.done():
-            asked.done = not self._begin(asked, keys)
+            asked.done = not self._begin(asked, keys, after)
         if not asked.done and self._clock_ns() - asked.since_ns > self._timeout_ns:
             _log.warning(
                 "the file tier did not answer within %.1f s; request %s goes on", self._timeout_ns / 1e9, request
@@ -123,11 +128,9 @@ class TierPrefetch:
         if fetch.ends[0].ranks < num_ranks:
             return
         del self._fetches[number]
-        for slot, end in zip(fetch.slots, fetch.ends, strict=True):
-            if end.ok:
-                self._index.commit([slot])
-            else:
-                self._index.abandon([slot])
+        came = [end.ok for end in fetch.ends]
+        self._index.commit([slot for slot, ok in zip(fetch.slots, came, strict=True) if ok])
+        self._index.abandon([slot for slot, ok in zip(fetch.slots, came, strict=True) if not ok])
 
     @property
     def num_open(self) -> int:
@@ -152,7 +155,7 @@ class TierPrefetch:
             found = there.index(False) if False in there else found
         return found
 
-    def _begin(self, asked: _Asked, keys: Sequence[ChunkKey]) -> bool:
+    def _begin(self, asked: _Asked, keys: Sequence[ChunkKey], after: ChunkKey | None) -> bool:
         wanted = tuple(keys[: asked.lookup.result()])
         if not wanted:
             return False
@@ -160,7 +163,7 @@ class TierPrefetch:
             if wanted[0] in fetch.keys:
                 asked.fetch = number
                 return True
-        reserved = self._index.reserve(wanted)
+        reserved = self._index.reserve(wanted, after)
         if reserved is None or not reserved.keys:
             return False
         asked.fetch = number = self._numbers()

@@ -8,6 +8,8 @@ POOL-3  An allocation gets every slot it asked for, or none, and then nothing wa
 POOL-4  When all holders are gone, every pin count is zero.
 POOL-5  Free slots side by side are one run, so a prefix is consecutive whenever it can be.
 POOL-6  Memory that could not be registered for its device is never handed out, and is reported.
+POOL-7  Objects are evicted in the order of `lamella.reference.prefix_ages` (KEEP-1), where what is pinned or being
+        written is kept.
 SHM-1   Shared memory that no process holds any more is removed by the next creator, whatever became of its own.
 SHM-2   Attaching never removes a name.
 XFER-2  A host object stays referenced until its last copy has completed, not until it was enqueued.

@@ -1,4 +1,4 @@
-"""The host pool: objects in slots of pinned memory, found by key, pinned by count, evicted by age.
+"""The host pool: objects in slots of pinned memory, found by key, pinned by count, evicted from a prompt's end.
 
     keys ─► HostPool ─► SlotIndex    which object is where, who holds it       (one lock, here)
                    └──► SlotMemory   the bytes, registered in the background   (its own; never taken inside the other)
@@ -199,19 +199,27 @@ class HostPool:
             slots = self._index.pin_leading(keys)
         return PinnedObjects(self, tuple(keys[: len(slots)]), slots)
 
-    def reserve(self, keys: Sequence[ChunkKey]) -> Reservation | None:
+    def is_whole(self, last: ChunkKey | None) -> bool:
+        """As `SlotIndex.is_whole`."""
+        with self._lock:
+            return self._index.is_whole(last)
+
+    def reserve(self, keys: Sequence[ChunkKey], after: ChunkKey | None = None) -> Reservation | None:
         """Slots for those of `keys` that have no object yet, in order and consecutive where possible.
 
         None means not now: too many objects are pinned or being written. Nothing was taken or evicted then, and a
         later call can succeed (fault 41).
 
+        Args:
+            keys, after: as `SlotIndex.reserve`.
+
         Raises:
-            ValueError: a key named twice, or more keys than the pool has slots, which no waiting can satisfy.
+            ValueError: as `SlotIndex.reserve`, or more keys than the pool has slots, which no waiting can satisfy.
         """
         if len(keys) > self.num_slots:
             raise ValueError(f"{len(keys)} objects can never fit into a pool of {self.num_slots}")
         with self._lock:
-            reserved = self._index.reserve(keys)
+            reserved = self._index.reserve(keys, after)
         return None if reserved is None else Reservation(self, *reserved)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:

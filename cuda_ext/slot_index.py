@@ -1,4 +1,4 @@
-"""Which object lies in which slot: keys, counted pins, and eviction of the least recently used.
+"""Which object lies in which slot: keys, counted pins, and who leaves when others need room.
 
 An object's life:
 
@@ -6,7 +6,8 @@ An object's life:
                    └───abandon──► gone   └──discard──► DISCARDED ──last unpin──► gone
 
 A WRITING object is invisible to lookups and belongs to the one who reserved it. A READY object can be pinned by any
-number of holders; it is evicted only while nobody pins it. A DISCARDED object is invisible too; its holders finish.
+number of holders; it is evicted only while nobody pins it, and in the order of `PrefixAges`. A DISCARDED object is
+invisible too; its holders finish.
 
 A rule-based machine checks POOL-1 to POOL-4 after every step.
 """
@@ -14,13 +15,13 @@ A rule-based machine checks POOL-1 to POOL-4 after every step.
 from __future__ import annotations
 
 import enum
-from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from lamella.cuda_ext.extents import Run, SlotExtents
 from lamella.reference.keys import ChunkKey
+from lamella.reference.prefix_ages import Kept, PrefixAges
 
 
 class ObjectState(enum.Enum):
@@ -49,11 +50,10 @@ class Occupancy(NamedTuple):
     pins: int
 
 
-@dataclass(slots=True)
-class _Object:
-    key: ChunkKey
-    slot: int
-    state: ObjectState
+@dataclass(slots=True, eq=False)
+class _Object(Kept[ChunkKey]):
+    slot: int = -1
+    state: ObjectState = ObjectState.WRITING
     pins: int = 0
 
 
@@ -66,8 +66,8 @@ class SlotIndex:
     def __init__(self) -> None:
         self._free = SlotExtents()
         self._by_slot: dict[int, _Object] = {}
-        self._by_key: dict[ChunkKey, _Object] = {}  # WRITING and READY
-        self._evictable: OrderedDict[ChunkKey, _Object] = OrderedDict()  # READY and unpinned, oldest first
+        self._ages: PrefixAges[ChunkKey, _Object] = PrefixAges()  # WRITING and READY; free are those that nobody pins
+        self._by_key = self._ages.kept
 
     def add_slots(self, first: int, count: int) -> None:
         """Slots `[first, first + count)` can be handed out from now on."""
@@ -85,9 +85,9 @@ class SlotIndex:
         found = self._by_key.get(key)
         return found is not None and found.state is ObjectState.READY
 
-    def holds(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether each of them is READY or being written."""
-        return all(key in self._by_key for key in keys)
+    def is_whole(self, last: ChunkKey | None) -> bool:
+        """Whether every chunk of a prompt from its first to `last` is READY or being written; None: there is none."""
+        return self._ages.is_whole(last)
 
     def ready_keys(self) -> tuple[ChunkKey, ...]:
         """Keys of every READY object."""
@@ -107,8 +107,9 @@ class SlotIndex:
             if not self.is_ready(key):
                 raise KeyError(f"no readable object for {key}: look it up and pin it under the same lock")
         for key in keys:
-            self._by_key[key].pins += 1
-            self._evictable.pop(key, None)
+            found = self._by_key[key]
+            found.pins += 1
+            found.is_free = False
         return tuple(self._by_key[key].slot for key in keys)
 
     def pin_leading(self, keys: Sequence[ChunkKey]) -> tuple[int, ...]:
@@ -123,76 +124,83 @@ class SlotIndex:
                 break
             found.append(one)
         for one in found:
-            if not one.pins:
-                self._evictable.pop(one.key, None)
+            one.is_free = False
             one.pins += 1
         return tuple([one.slot for one in found])
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Each object has one holder fewer; an unpinned READY object is now the most recently used.
 
-        Slots are given in prefix order and touched from the back, so that a prefix loses its tail before its head: a
-        tail without its head can never be hit.
+        Args:
+            slots: in a prompt's order.
 
         Raises:
             RuntimeError: a slot whose object nobody pins; nothing changes then.
         """
-        for slot, holders in Counter(slots).items():
-            pins = self._by_slot[slot].pins if slot in self._by_slot else 0
-            if pins < holders:
-                raise RuntimeError(f"slot {slot} has {pins} holders, not {holders}: unpinned twice?")
-        for slot in reversed(slots):
-            found = self._by_slot[slot]
-            found.pins -= 1
-            if found.pins:
-                continue
-            if found.state is ObjectState.DISCARDED:
-                self._forget(found)
-            else:
-                self._evictable[found.key] = found
+        objects = [self._by_slot.get(slot) for slot in slots]
+        freed: list[_Object] = []
+        for place, one in enumerate(objects):
+            if one is None or not one.pins:
+                self._repin(slots[:place])
+                raise RuntimeError(f"slot {slots[place]} has fewer holders than let go of it: unpinned twice?")
+            one.pins -= 1
+            if not one.pins:
+                freed.append(one)
+        gone = [one for one in freed if one.state is ObjectState.DISCARDED]
+        if gone:
+            self._leave(gone)
+            freed = [one for one in freed if one.state is not ObjectState.DISCARDED]
+        self._ages.free(freed)
 
-    def touch(self, keys: Sequence[ChunkKey]) -> None:
-        """Objects of a prefix that could be evicted are now the most recently used, the first one most of all."""
-        for key in reversed(keys):
-            if key in self._evictable:
-                self._evictable.move_to_end(key)
-
-    def reserve(self, keys: Sequence[ChunkKey], behind: Sequence[ChunkKey] = ()) -> Reserved | None:
+    def reserve(self, keys: Sequence[ChunkKey], after: ChunkKey | None = None) -> Reserved | None:
         """Slots for those of `keys` that have none yet, consecutive where that is possible; or None, all or nothing.
 
         Keys that are READY or being written by another keep what they have, are left out of the result, and are not
-        evicted to make room for the others; nor are those that come before them in the same prefix, `behind`, without
-        which they could never be hit.
+        evicted to make room for the others; nor is anything that comes before one of them, now or later (KEEP-1).
+
+        Args:
+            keys: of a prompt's consecutive chunks, in its order.
+            after: the chunk before the first of them; None: they begin the prompt.
 
         Raises:
-            ValueError: a key named twice.
+            ValueError: a key named twice, or one that would come behind itself.
         """
-        if len(set(keys)) != len(keys):
-            raise ValueError(f"each key can be reserved once, got {len(keys) - len(set(keys))} repetitions")
-        missing = tuple(key for key in keys if key not in self._by_key)
+        named = {after, *keys}
+        if len(named) <= len(keys):
+            raise ValueError(f"each key can be reserved once, got {len(keys) + 1 - len(named)} repetitions")
+        missing = [
+            _Object(key, before) for before, key in zip((after, *keys), keys, strict=False) if key not in self._by_key
+        ]
         if not missing:
             return Reserved((), (), ())
-        victims = self._victims(len(missing) - len(self._free), frozenset((*keys, *behind)))
+        self._ages.check(missing)
+        victims = self._ages.take(len(missing) - len(self._free), named)
         if victims is None:
             return None
-        for victim in victims:
-            self._forget(victim)
-        runs = self._free.take(len(missing), self._continuation(keys, missing[0]))
+        self._leave(victims)
+        before = self._by_key.get(missing[0].before) if missing[0].before is not None else None
+        runs = self._free.take(len(missing), None if before is None else before.slot)
         assert runs is not None, "room was made for every missing key"
-        slots = tuple(slot for run in runs for slot in range(run.first, run.first + run.num_slots))
-        for key, slot in zip(missing, slots, strict=True):
-            self._by_key[key] = self._by_slot[slot] = _Object(key, slot, ObjectState.WRITING)
-        return Reserved(missing, slots, tuple(victim.key for victim in victims))
+        slots = [slot for run in runs for slot in range(run.first, run.first + run.num_slots)]
+        for one, slot in zip(missing, slots, strict=True):
+            one.slot = slot
+            self._by_slot[slot] = one
+        self._ages.add(missing)
+        return Reserved(tuple(one.key for one in missing), tuple(slots), tuple(victim.key for victim in victims))
 
     def commit(self, slots: Sequence[int]) -> None:
         """The objects are written: READY, unpinned and most recently used.
 
+        Args:
+            slots: in a prompt's order.
+
         Raises:
             RuntimeError: a slot that is not being written; nothing changes then.
         """
-        for found in reversed(self._writing(slots)):
+        written = self._writing(slots)
+        for found in written:
             found.state = ObjectState.READY
-            self._evictable[found.key] = found
+        self._ages.free(written)
 
     def abandon(self, slots: Sequence[int]) -> None:
         """The objects will not be written: their keys are unknown again and their slots free.
@@ -200,19 +208,23 @@ class SlotIndex:
         Raises:
             RuntimeError: a slot that is not being written; nothing changes then.
         """
-        for found in self._writing(slots):
-            self._forget(found)
+        writing = self._writing(slots)
+        for found in writing:
+            self._ages.remove(found)
+        self._leave(writing)
 
     def discard(self, keys: Sequence[ChunkKey]) -> None:
         """READY objects are invisible from now on, and gone when their last holder is; other keys are left alone."""
+        gone = []
         for key in keys:
             if not self.is_ready(key):
                 continue
-            found = self._by_key.pop(key)
-            self._evictable.pop(key, None)
+            found = self._by_key[key]
+            self._ages.remove(found)
             found.state = ObjectState.DISCARDED
             if not found.pins:
-                self._forget(found)
+                gone.append(found)
+        self._leave(gone)
 
     def occupancy(self) -> Occupancy:
         """Counts of this moment."""
@@ -230,22 +242,6 @@ class SlotIndex:
         """The free slots, by first slot."""
         return self._free.runs()
 
-    def _victims(self, count: int, keep: frozenset[ChunkKey]) -> list[_Object] | None:
-        """The `count` least recently used evictable objects outside `keep`, or None if there are not as many."""
-        victims: list[_Object] = []
-        if count <= 0:
-            return victims
-        for key, found in self._evictable.items():
-            if key not in keep:
-                victims.append(found)
-                if len(victims) == count:
-                    return victims
-        return None
-
-    def _continuation(self, keys: Sequence[ChunkKey], first_missing: ChunkKey) -> int | None:
-        place = keys.index(first_missing)
-        return self._by_key[keys[place - 1]].slot if place else None
-
     def _writing(self, slots: Sequence[int]) -> list[_Object]:
         found = [self._by_slot.get(slot) for slot in slots]
         writing = [entry for entry in found if entry is not None and entry.state is ObjectState.WRITING]
@@ -253,10 +249,19 @@ class SlotIndex:
             raise RuntimeError(f"slots {list(slots)} are not all being written: committed or abandoned before?")
         return writing
 
-    def _forget(self, found: _Object) -> None:
-        del self._by_slot[found.slot]
-        if self._by_key.get(found.key) is found:
-            del self._by_key[found.key]
-        if found.state is ObjectState.READY:
-            del self._evictable[found.key]
-        self._free.release(found.slot)
+    def _repin(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._by_slot[slot].pins += 1
+
+    def _leave(self, objects: Sequence[_Object]) -> None:
+        """Their slots are free, as many side by side at once as there are."""
+        first, end = -1, -1
+        for slot in sorted([found.slot for found in objects]):
+            del self._by_slot[slot]
+            if slot != end:
+                if end > first:
+                    self._free.release(first, end - first)
+                first = slot
+            end = slot + 1
+        if end > first:
+            self._free.release(first, end - first)

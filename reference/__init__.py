@@ -31,6 +31,9 @@ REC-4   A request is in the step with which it starts, and in the one that gives
         than that step ends.
 REC-5   What occupies a station belongs to a request of the recording.
 SAFE-2  What a former owner of a slot or an id still records releases nothing of the present one.
+KEEP-1  A chunk leaves a pool only when nothing that comes behind it is kept; of those that may leave, the longest
+        unused goes first.
+KEEP-2  A chunk counts as used at least as lately as whatever has left from behind it.
 AUTO-1  The chosen arm's cost is the least of all arms the engine can do; in a tie the order of `Arm` holds.
 AUTO-2  Same view, same correction, same choice.
 AUTO-3  A correction moves towards what is observed, never beyond it, and stays within its range.

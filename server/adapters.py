@@ -113,7 +113,7 @@ class SlotMappedClient(_WholeLoads):
         first = offset // self.chunk_tokens
         whole = len(keys) * self.chunk_tokens
         blocks = self._blocks(token_ids[:whole], slot_mapping[:whole], 0)
-        numbers = set(self.worker.store("store", keys[first:], (tuple(blocks),), first))
+        numbers = set(self.worker.store("store", keys, (tuple(blocks),), first))
         self.worker.begin_step(num_tokens=1)
         self.worker.step_computed()
         done: dict[int, bool] = {}

@@ -76,6 +76,21 @@ class Epoch:
         return SharedSlots(Path(pool.path), SlotShape(pool.object_bytes, pool.num_slots, pool.target_piece_bytes))
 
 
+def allocation(session: int, keys: Sequence[ChunkKey], first_chunk: int, rank: int) -> Store:
+    """The message that asks for slots.
+
+    Args:
+        session: of the one who asks.
+        keys: of the sequence's chunks from chunk 0 on.
+        first_chunk: the first that is to be stored.
+        rank: for whom; `EVERY_RANK`: for all that lack something.
+    """
+    wanted = keys[first_chunk:]
+    after, last = keys[first_chunk - 1].prefix if first_chunk else b"", wanted[-1].num_tokens if wanted else 0
+    named = pack_prefixes(wanted), last, first_chunk, after
+    return Store(session, Phase.ALLOCATE, 0, *named, rank, "", (), 0, 0, -1, None)
+
+
 class CacheSession:
     """A rank or scheduler, registered with the server for as long as both live. Thread-safe.
 
@@ -221,18 +236,18 @@ class CacheSession:
         rank: int = EVERY_RANK,
         epoch: Epoch | None = None,
     ) -> Stored:
-        """Slots for those of `keys` that are not there yet, in the memory of `epoch` (None: of the present one).
+        """Slots for those chunks that are not there yet, in the memory of `epoch` (None: of the present one).
 
         Whoever writes into slots names the registration whose memory he has attached: under another, the same numbers
         are others' slots.
 
+        Args:
+            keys, first_chunk, rank: as `allocation`.
+
         Raises:
             ServerLostError, RefusedError: nothing was allocated.
         """
-        session = self._session_of(epoch)
-        prefixes, last = pack_prefixes(keys), keys[-1].num_tokens if keys else 0
-        message = Store(session, Phase.ALLOCATE, 0, prefixes, last, first_chunk, rank, "", (), 0, 0, -1, None)
-        return self.call(message, Stored)
+        return self.call(allocation(self._session_of(epoch), keys, first_chunk, rank), Stored)
 
     def commit(
         self,
@@ -253,7 +268,7 @@ class CacheSession:
         """
         null = -1 if null_block is None else null_block
         session, size = self._session, (num_tokens, skip_tokens, null)
-        message = Store(session, Phase.COMMIT, lease, b"", 0, 0, rank, request, blocks, *size, events)
+        message = Store(session, Phase.COMMIT, lease, b"", 0, 0, b"", rank, request, blocks, *size, events)
         return self.call(message, Stored, timeout_s)
 
     def release(self, lease: int, rank: int = EVERY_RANK) -> bool:

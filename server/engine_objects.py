@@ -20,7 +20,7 @@ from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_orders import BlockTables, FetchOrder, LoadOrder, StepReport, StoreOrder
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.reference.keys import ChunkKey
-from lamella.server.client import MISS, CacheSession, Epoch
+from lamella.server.client import MISS, CacheSession, Epoch, allocation
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.frames import RefusedError, pack_prefixes
 from lamella.server.moves import Line
@@ -29,11 +29,9 @@ from lamella.server.protocol import (
     Found,
     Lookup,
     Message,
-    Phase,
     Register,
     Release,
     Role,
-    Store,
     Stored,
     TransferSide,
 )
@@ -96,7 +94,7 @@ class EngineObjects:
         self._asked: dict[str, _Asked] = {}
         self._tier_since_ns: dict[str, int] = {}
         self._late: tuple[int, Future[Any]] | None = None
-        self._no_room = False
+        self._refused = False
 
     # ---- reading
 
@@ -182,10 +180,9 @@ class EngineObjects:
         """As `Objects.reserve`: slots on every rank that lacks a chunk."""
         if self._session.is_lost:
             return []
-        self._no_room = False
-        wanted = keys[first_chunk:]
-        orders = allocate(self, request, wanted, blocks, first_chunk, self._chunk_tokens, EVERY_RANK, take_number)
-        return None if self._no_room and not orders else list(orders)
+        self._refused = False
+        orders = allocate(self, request, keys, blocks, first_chunk, self._chunk_tokens, EVERY_RANK, take_number)
+        return None if self._refused and not orders else list(orders)
 
     @property
     def epoch(self) -> Epoch:
@@ -202,11 +199,9 @@ class EngineObjects:
     ) -> Stored:
         """As `Allocator.allocate`; what is not answered in time is not stored."""
         epoch = epoch or self._session.epoch
-        last = keys[-1].num_tokens if keys else 0
-        session, prefixes = epoch.registered.session, pack_prefixes(keys)
-        message = Store(session, Phase.ALLOCATE, 0, prefixes, last, first_chunk, rank, "", (), 0, 0, -1, None)
-        stored = self._ask(message, Stored) or Stored(0, (), False, "", 0, 0)
-        self._no_room |= stored.no_room
+        message = allocation(epoch.registered.session, keys, first_chunk, rank)
+        stored = self._ask(message, Stored) or Stored(0, (), False, False, "", 0, 0)
+        self._refused |= stored.no_room or stored.no_head
         return stored
 
     def abort(self, lease: int, rank: int = EVERY_RANK) -> None:

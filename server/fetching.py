@@ -54,10 +54,16 @@ class Fetching:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="lamella-fetch")
         self.fetched = self.failed = 0
 
-    def want(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether a tier may bring some of `keys`, of which the pool lacks the first; ask again."""
-        if not self._tiers or not keys:
+    def want(self, keys: Sequence[ChunkKey], first: int) -> bool:
+        """Whether a tier may bring some of a sequence's chunks from `first` on, which the pool lacks; ask again.
+
+        Args:
+            keys: of the sequence's chunks from chunk 0 on.
+            first: chunks before it are in the pool, or are not needed.
+        """
+        if not self._tiers or first == len(keys):
             return False
+        after, keys = keys[first - 1] if first else None, keys[first:]
         now_ns = self._clock_ns()
         with self._lock:
             self._settled = {key: at for key, at in self._settled.items() if now_ns - at < _SETTLED_NS}
@@ -67,7 +73,7 @@ class Fetching:
                 return False
             self._open.add(keys[0])
         try:
-            self._threads.submit(self._fetch, tuple(keys))
+            self._threads.submit(self._fetch, tuple(keys), after)
         except RuntimeError:  # closed
             with self._lock:
                 self._open.discard(keys[0])
@@ -84,11 +90,11 @@ class Fetching:
         """Nothing is read any more."""
         self._threads.shutdown(wait=True, cancel_futures=True)
 
-    def _fetch(self, keys: tuple[ChunkKey, ...]) -> None:
+    def _fetch(self, keys: tuple[ChunkKey, ...], after: ChunkKey | None) -> None:
         left = keys
         try:
-            while left and (came := self._bring(left)):
-                left = left[came:]
+            while left and (came := self._bring(left, after)):
+                after, left = left[came - 1], left[came:]
         except Exception:  # a tier's own fault is a miss
             _log.exception("a tier failed")
             self.failed += 1
@@ -97,7 +103,7 @@ class Fetching:
                 self._open.discard(keys[0])
                 self._settled[keys[0]] = self._clock_ns()
 
-    def _bring(self, keys: tuple[ChunkKey, ...]) -> int:
+    def _bring(self, keys: tuple[ChunkKey, ...], after: ChunkKey | None) -> int:
         """How many of the leading keys are in the pool now, thanks to the nearest tier that has the first."""
         for tier in self._tiers:
             try:
@@ -107,15 +113,15 @@ class Fetching:
                 continue
             found = answers.index(False) if False in answers else len(answers)
             while found:
-                came = self._read(tier, keys[:found])
+                came = self._read(tier, keys[:found], after)
                 if came == found:
                     return found
                 found = came  # it lost one meanwhile: those before it are worth another read
         return 0
 
-    def _read(self, tier: Tier, keys: tuple[ChunkKey, ...]) -> int:
+    def _read(self, tier: Tier, keys: tuple[ChunkKey, ...], after: ChunkKey | None) -> int:
         """How many of `keys` could be read; they are readable only if all could."""
-        reservation = self._storage.allocate(keys)
+        reservation = self._storage.allocate(keys, after)
         if reservation is None:
             return 0  # no room: what is used now comes first
         came = 0

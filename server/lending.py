@@ -103,8 +103,12 @@ class Lending:
         locked = [_shortened(_place(rank), lease, hits - first) for rank, lease in zip(ranks, locked, strict=True)]
         self._metrics.asked_chunks.inc(end - first)
         self._metrics.hit_chunks.inc(hits - first)
-        wanted = [(_place(rank).fetching, named[hits:]) for rank, named in zip(ranks, keys, strict=True)]
-        pending = message.use_tiers and any([fetching.want(rest) for fetching, rest in wanted])  # noqa: C419 - each
+        asked = [
+            _place(rank).fetching.want(named, hits)
+            for rank, named in zip(ranks, keys, strict=True)
+            if message.use_tiers
+        ]
+        pending = any(asked)
         if hits == first:
             return Found(0, hits, (), pending)
         chunks = range(first, hits)
@@ -152,12 +156,23 @@ class Lending:
     # ---- writing
 
     def allocate(self, session: Session, message: Store) -> Stored:
-        """Slots on every rank asked for, or on none."""
+        """Slots on every rank asked for, or on none; nor where a rank's chunks could never be hit."""
+        ranks = self._ranks(session, message.rank) or ()
+        if bool(message.first_chunk) != bool(message.after):
+            raise RefusedError(
+                Code.REFUSED,
+                f"chunks from {message.first_chunk} on are stored behind {message.after.hex() or 'nothing'}: chunk 0 "
+                "alone has nothing before it, any other names the chunk before it",
+            )
+        heads = {rank.rank: _before(rank, message.after) for rank in ranks}
+        if not all(_may_reach(_place(rank), heads[rank.rank]) for rank in ranks):
+            self._metrics.no_head.inc()
+            return Stored(0, (), False, True, "", 0, 0)
         loans: dict[int, tuple[Session, Loan, tuple[int, ...]]] = {}
-        for rank in self._ranks(session, message.rank) or ():
+        for rank in ranks:
             keys = _keys(rank, message.prefixes, message.last_tokens)
             try:
-                reservation = _place(rank).storage.allocate(keys)
+                reservation = _place(rank).storage.allocate(keys, heads[rank.rank])
             except ValueError as refused:
                 _abandon(loan for _rank, loan, _chunks in loans.values())
                 raise RefusedError(Code.REFUSED, str(refused)) from None
@@ -169,13 +184,13 @@ class Lending:
             if reservation is None or _reachable(rank, reservation.slots) < len(reservation.slots):
                 _abandon(loan for _rank, loan, _chunks in loans.values())
                 self._metrics.no_room.inc()
-                return Stored(0, (), True, "", 0, 0)
+                return Stored(0, (), True, False, "", 0, 0)
         _abandon(loan for _rank, loan, chunks in loans.values() if not chunks)
         shares = [(number, rank.number, loan, chunks) for number, (rank, loan, chunks) in loans.items() if chunks]
         if not shares:
-            return Stored(0, (), False, "", 0, 0)
+            return Stored(0, (), False, False, "", 0, 0)
         places = tuple(Places(number, chunks, loan.held.slots) for number, _owner, loan, chunks in shares)
-        return Stored(self._leases.reserve(session.engine, shares), places, False, "", 0, 0)
+        return Stored(self._leases.reserve(session.engine, shares), places, False, False, "", 0, 0)
 
     def commit(self, session: Session, message: Store) -> Stored | Future[Stored]:
         """The part's objects are readable; where the server moves them, once they have been moved."""
@@ -185,7 +200,7 @@ class Lending:
             raise RefusedError(Code.REFUSED, f"the part of rank {part.rank} is {state}: there is nothing to commit")
         if session.transfer_side is TransferSide.WORKER:
             self._close_part(part, keep=True)
-            return Stored(0, (), False, "worker", 0, 0)
+            return Stored(0, (), False, False, "worker", 0, 0)
         mover = _mover(session)
         return self._moved_by_server(
             part,
@@ -196,7 +211,7 @@ class Lending:
                 on_end=on_end,
                 **_options(message),
             ),
-            lambda moved: Stored(0, (), False, moved.path, moved.num_bytes, moved.duration_ns),
+            lambda moved: Stored(0, (), False, False, moved.path, moved.num_bytes, moved.duration_ns),
         )
 
     def _moved_by_server(
@@ -331,6 +346,17 @@ def _place(rank: Session) -> Place:
 def _keys(rank: Session, prefixes: bytes, last_tokens: int) -> tuple[ChunkKey, ...]:
     """The keys in the rank's own space, tenant included (SRV-5)."""
     return unpack_keys(rank.space, prefixes, _place(rank).layout.chunk_tokens, last_tokens)
+
+
+def _before(rank: Session, prefix: bytes) -> ChunkKey | None:
+    """The key of the chunk before those that are stored."""
+    found = unpack_keys(rank.space, prefix, _place(rank).layout.chunk_tokens, _place(rank).layout.chunk_tokens)
+    return found[0] if found else None
+
+
+def _may_reach(place: Place, head: ChunkKey | None) -> bool:
+    """Whether a look-up may get as far as what comes behind `head`: it is there, or a tier may bring it back."""
+    return bool(place.storage.tiers) or place.pool.is_whole(head)
 
 
 def _reachable(rank: Session, slots: Sequence[int]) -> int:

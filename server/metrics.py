@@ -44,6 +44,7 @@ class ServerMetrics:
         self.stored_objects = counter("stored_objects", "Objects that became readable.")
         self.aborted_parts = counter("aborted_parts", "Parts of leases that were given up.")
         self.no_room = counter("no_room", "Stores without room: too much was held.")
+        self.no_head = counter("no_head", "Stores of chunks that could not be hit: what comes before them is gone.")
         self.evicted_objects = counter("evicted_objects", "Objects that left the pool for others.")
         self.expired_parts = counter("expired_parts", "Parts that were looked up and not retrieved in time.")
         self.reaped_sessions = counter("reaped_sessions", "Sessions whose process was found dead or silent.")

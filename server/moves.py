@@ -238,6 +238,7 @@ class Moves:
             b"",
             0,
             0,
+            b"",
             self.rank,
             order.request,
             blocks,

@@ -34,6 +34,7 @@ from lamella.server.wire import (
     Name,
     Number,
     Offset,
+    Prefix,
     Prefixes,
     Rank,
     Tables,
@@ -268,6 +269,7 @@ class Store(Message, frozen=True):
         lease: to commit; 0 to allocate.
         prefixes, last_tokens: keys of chunks `first_chunk`, `first_chunk + 1`, ... to allocate; empty to commit.
         first_chunk: of the keys.
+        after: prefix of the chunk before `first_chunk`, which those named leave before; empty for 0, and to commit.
         rank: whose slots; `EVERY_RANK` to allocate for all of them.
         request, blocks, num_tokens, skip_tokens, null_block, events: as `Retrieve`; where the server moves the bytes, a
             commit moves them, behind the events.
@@ -279,6 +281,7 @@ class Store(Message, frozen=True):
     prefixes: Prefixes
     last_tokens: Count
     first_chunk: Count
+    after: Prefix
     rank: Rank
     request: Name
     blocks: Tables
@@ -297,14 +300,15 @@ class Places(Message, frozen=True):
 
 
 class Stored(Message, frozen=True):
-    """Allocated: `lease` is 0 where there is nothing to write; `no_room`: because too much is locked, ask again later.
+    """Allocated: `lease` is 0 where there is nothing to write. Committed: the objects are readable; it is 0.
 
-    Committed: the objects are readable; `lease` and `places` are empty.
+    `no_room`: too much is locked, ask again later. `no_head`: what comes before is gone, and no tier may bring it back.
     """
 
     lease: Number
     places: tuple[Places, ...]
     no_room: bool
+    no_head: bool
     path: Name
     num_bytes: Bytes64
     duration_ns: Bytes64

@@ -137,18 +137,19 @@ def allocate(
     rank: int,
     take_number: Callable[[], int],
 ) -> list[SharedStore]:
-    """Orders to store what of `keys` is not there yet, each of consecutive chunks; none where there is no room.
+    """Orders to store what is not there yet, each of consecutive chunks; none where there is no room or no head.
 
     Args:
         session: that allocates.
         request: whose.
-        keys: of chunks `first_chunk`, `first_chunk + 1`, ...
+        keys: of the sequence's chunks from chunk 0 on.
         blocks: block tables of the sequence from its first token on.
+        first_chunk: the first to store.
         chunk_tokens: of a full chunk.
         rank: for whom; `EVERY_RANK`: for all that lack something.
         take_number: a number for each order.
     """
-    if not keys:
+    if len(keys) <= first_chunk:
         return []
     try:
         epoch = session.epoch  # before the first slot is given, which is good in this one's memory alone
@@ -158,13 +159,7 @@ def allocate(
         if len(runs) > 1:  # a lease is committed as a whole, so each run needs its own
             session.abort(stored.lease, rank)
             answers = [
-                session.allocate(
-                    keys[run[0] - first_chunk : run[-1] + 1 - first_chunk],
-                    first_chunk=run[0],
-                    rank=rank,
-                    epoch=epoch,
-                )
-                for run in runs
+                session.allocate(keys[: run[-1] + 1], first_chunk=run[0], rank=rank, epoch=epoch) for run in runs
             ]
     except (ServerLostError, RefusedError) as error:
         _log.warning("request %s is not stored: %s", request, error)
@@ -185,9 +180,9 @@ def allocate(
                 one.places[0].slots,
                 first,
                 blocks,
-                (end - 1) * chunk_tokens + keys[end - 1 - first_chunk].num_tokens,
+                (end - 1) * chunk_tokens + keys[end - 1].num_tokens,
                 first * chunk_tokens,
-                tuple(keys[first - first_chunk : end - first_chunk]),
+                tuple(keys[first:end]),
                 lease=one.lease,
                 server=epoch.server,
                 places=one.places,

@@ -11,7 +11,7 @@ try:
 except ImportError as missing:
     raise ImportError("the cache server needs msgspec: pip install 'lamella[server]'") from missing
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 MAGIC: Final = b"LMLA"
 HEADER: Final = struct.Struct("<4sHHQ")
 """Magic, protocol version, kind, number of the request."""
@@ -29,6 +29,7 @@ Offset: TypeAlias = Annotated[int, msgspec.Meta(ge=-(1 << 62), lt=1 << 62)]
 Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=EVERY_RANK, lt=1 << 16)]
 Name: TypeAlias = Annotated[str, msgspec.Meta(max_length=512)]
 Blob: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=4096)]
+Prefix: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=PREFIX_BYTES)]
 Prefixes: TypeAlias = Annotated[bytes, msgspec.Meta(max_length=PREFIX_BYTES * MAX_CHUNKS)]
 Tables: TypeAlias = Annotated[
     tuple[Annotated[bytes, msgspec.Meta(max_length=1 << 20)], ...], msgspec.Meta(max_length=64)

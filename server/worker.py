@@ -271,12 +271,13 @@ class Worker:
     # ---- stores
 
     def store(self, request: str, keys: Sequence[ChunkKey], blocks: BlockTables, first_chunk: int = 0) -> list[int]:
-        """What of `keys` this rank has not stored leaves at `step_computed`, where there is room; numbers of stores.
+        """What this rank has not stored leaves at `step_computed`, where there is room; numbers of stores.
 
         Args:
             request: whose.
-            keys: of chunks `first_chunk`, `first_chunk + 1`, ..., in rank 0's key space; whole in their blocks by then.
+            keys: of the sequence's chunks from chunk 0 on, in rank 0's key space.
             blocks: block tables of the sequence from its first token on.
+            first_chunk: the first to store; it and those behind it are whole in their blocks by then.
         """
         orders = self.allocate(request, keys, blocks, first_chunk, self.rank)
         for order in orders:

@@ -1,17 +1,16 @@
-"""The host pool of a simulated instance: which prefixes are held, least recently used leaving first."""
+"""The host pool of a simulated instance: which prefixes are held, and which leave, by the engine's own rule."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+
+from lamella.reference.prefix_ages import Kept, PrefixAges
 
 
 class PrefixPool:
     """Chunks of equal size by id, at most as many as fit.
 
-    A chunk is of use only if all before it are held. Both a use and an insertion therefore touch a request's chunks
-    from the last to the first, so that none is ever more recent than a chunk that it needs: what leaves is always the
-    end of a prefix (POOL-1).
+    What leaves is always the end of a prefix, and the longest unused (KEEP-1).
 
     Args:
         capacity_bytes: size of the pool; 0 holds nothing.
@@ -32,21 +31,21 @@ class PrefixPool:
         if chunk_bytes < 1:
             raise ValueError(f"chunk_bytes must be at least 1, got {chunk_bytes}")
         self._slots = capacity_bytes // chunk_bytes
-        self._chunks: OrderedDict[int, None] = OrderedDict()
+        self._ages: PrefixAges[int, Kept[int]] = PrefixAges()
 
     def __len__(self) -> int:
         """Chunks held."""
-        return len(self._chunks)
+        return len(self._ages.kept)
 
     def __contains__(self, chunk_id: int) -> bool:
         """Whether the chunk is held."""
-        return chunk_id in self._chunks
+        return chunk_id in self._ages.kept
 
     def held_prefix(self, chunk_ids: Iterable[int]) -> int:
         """How many chunks from the first on are held; changes nothing."""
         held = 0
         for chunk_id in chunk_ids:
-            if chunk_id not in self._chunks:
+            if chunk_id not in self._ages.kept:
                 break
             held += 1
         return held
@@ -54,14 +53,14 @@ class PrefixPool:
     def use(self, chunk_ids: Sequence[int]) -> int:
         """The held prefix, now the most recently used; returns its length in chunks."""
         held = self.held_prefix(chunk_ids)
-        for chunk_id in reversed(chunk_ids[:held]):
-            self._chunks.move_to_end(chunk_id)
+        self._ages.free([self._ages.kept[chunk_id] for chunk_id in chunk_ids[:held]])
         return held
 
     def insert(self, chunk_ids: Sequence[int]) -> None:
         """The chunks are the most recently used; of a prefix longer than the pool only the beginning stays."""
-        for chunk_id in reversed(chunk_ids[: self._slots]):
-            self._chunks[chunk_id] = None
-            self._chunks.move_to_end(chunk_id)
-        while len(self._chunks) > self._slots:
-            self._chunks.popitem(last=False)
+        fitting = chunk_ids[: self._slots]
+        for before, chunk_id in zip((None, *fitting), fitting, strict=False):
+            if chunk_id not in self._ages.kept:
+                self._ages.add([Kept(chunk_id, before)])
+        self._ages.free([self._ages.kept[chunk_id] for chunk_id in fitting])
+        self._ages.take(len(self) - self._slots, ())

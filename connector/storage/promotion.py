@@ -29,11 +29,19 @@ class Promotion:
         self._lock = threading.Lock()
 
     @classmethod
-    def reserve(cls, pool: HostPool, keys: tuple[ChunkKey, ...], num_layers: int) -> Promotion | None:
-        """Slots for every one of these objects, or None: no room, or another is writing one of them."""
+    def reserve(
+        cls, pool: HostPool, keys: tuple[ChunkKey, ...], after: ChunkKey | None, num_layers: int
+    ) -> Promotion | None:
+        """Slots for every one of these objects, or None: no room, or another is writing one of them.
+
+        Args:
+            pool: that gives them.
+            keys, after: as `HostPool.reserve`.
+            num_layers: of an object.
+        """
         if not keys or len(keys) > pool.num_slots:
             return None
-        reservation = pool.reserve(keys)
+        reservation = pool.reserve(keys, after)
         if reservation is None:
             return None
         if reservation.keys != keys:

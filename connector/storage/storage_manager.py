@@ -168,7 +168,8 @@ class StorageManager:
             if run.tier is None:
                 continue
             keys = held.keys[run.first_chunk : run.first_chunk + run.num_chunks]
-            promotion = Promotion.reserve(self.pool, keys, self.layout.num_layers)
+            after = held.keys[run.first_chunk - 1] if run.first_chunk else None
+            promotion = Promotion.reserve(self.pool, keys, after, self.layout.num_layers)
             if promotion is not None:
                 self._clear(promotion.slots, self._gaps)
                 found[run.first_chunk] = promotion
@@ -223,15 +224,21 @@ class StorageManager:
 
     # ---- writing
 
-    def allocate(self, keys: Sequence[ChunkKey]) -> Reservation | None:
+    def allocate(self, keys: Sequence[ChunkKey], after: ChunkKey | None = None) -> Reservation | None:
         """Room for every layer of those of `keys` that the pool does not hold, or None: all or nothing.
 
         None also for more keys than the pool has slots. What the objects will not fill, the unused tail of a partial
         chunk and the gaps between groups, is zero, so that no other tenant's bytes reach a tier with it.
+
+        Args:
+            keys, after: as `HostPool.reserve`.
+
+        Raises:
+            ValueError: as `SlotIndex.reserve`.
         """
         if len(keys) > self.pool.num_slots:
             return None
-        reservation = self.pool.reserve(keys)
+        reservation = self.pool.reserve(keys, after)
         if reservation is not None:
             for key, slot in zip(reservation.keys, reservation.slots, strict=True):
                 is_partial = key.num_tokens < self.layout.chunk_tokens

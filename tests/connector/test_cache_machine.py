@@ -251,7 +251,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.model.unpin(self.model.pin(missing))  # while the tier kept them
         else:
             assert one.shaken or not missing
-            self.model.writing.difference_update(missing)
+            self.model.give_up(missing)
         if stored and kept_by_tier:
             assert {self.key(prefix) for prefix in missing} <= set(self.memory.objects)
         self.tables.append(one.table)
@@ -262,7 +262,7 @@ class CacheMachine(RuleBasedStateMachine):
         one = self.stores.pop(which % len(self.stores))
         one.generator.close()
         self.run.settle()
-        self.model.writing.difference_update(one.missing or [])
+        self.model.give_up(one.missing or [])
         self.tables.append(one.table)
 
     # ---- what goes wrong

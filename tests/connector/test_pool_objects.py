@@ -2,40 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from lamella.connector.objects import PoolObjects
+from lamella.connector.step_orders import Ended, LoadOrder, StepReport, StoreOrder
 from lamella.reference.keys import ChunkKey
+from prefix_model import Prefix, prefixes
 
 CHUNK_TOKENS = 16
 
 
-def keys_of(document: int, num_chunks: int) -> tuple[ChunkKey, ...]:
+def keys_of(document: Sequence[int]) -> tuple[ChunkKey, ...]:
     """Of a document's chunks."""
-    return tuple(ChunkKey(b"space", bytes([document, number]), CHUNK_TOKENS) for number in range(num_chunks))
+    return tuple(ChunkKey(b"space", bytes(chunk), CHUNK_TOKENS) for chunk in prefixes(document))
+
+
+def alone(document: int, num_chunks: int) -> tuple[ChunkKey, ...]:
+    """Keys of a document that shares nothing with those of other numbers."""
+    return keys_of([document] * num_chunks)
 
 
 class Pool:
     """The scheduler side's objects, and prompts stored in them step by step."""
 
-    def __init__(self, num_slots: int) -> None:
-        settings = SimpleNamespace(file_tier=None, load_timeout_s=1.0)
+    def __init__(self, num_slots: int, *, keeps_files: bool = False) -> None:
+        self.num_slots = num_slots
+        self.keeps_files = keeps_files
+        chosen = SimpleNamespace(file_tier=Path("/never-entered") if keeps_files else None, load_timeout_s=1.0)
         facts = SimpleNamespace(space=SimpleNamespace(chunk_tokens=CHUNK_TOKENS), num_ranks=1, refusal=None)
-        self.objects = PoolObjects(cast("Any", settings), cast("Any", facts))
+        self.objects = PoolObjects(cast("Any", chosen), cast("Any", facts))
         self.objects.index.add_slots(0, num_slots)
         self._numbers = count()
+
+    def reserve(self, document: int, first: int, end: int) -> list[StoreOrder] | None:
+        """Orders to store these chunks."""
+        return self.objects.reserve("r", alone(document, end), first, (), lambda: next(self._numbers))
 
     def store(self, document: int, ends: list[int], *, fails_at: int = -1) -> None:
         """Chunks up to each of `ends` in turn, as a prompt computed in so many steps; one store may fail."""
         kept = 0
         for step, end in enumerate(ends):
-            keys = keys_of(document, end)
-            orders = self.objects.reserve("r", keys, kept, (), lambda: next(self._numbers))
+            orders = self.reserve(document, kept, end)
             ok = step != fails_at
             for order in orders or ():
                 self.objects.store_ended(order, ok=ok)
@@ -43,7 +58,7 @@ class Pool:
 
     def is_a_prefix(self, document: int, num_chunks: int) -> bool:
         """Whether what is there of a document could be hit, all of it."""
-        keys = keys_of(document, num_chunks)
+        keys = alone(document, num_chunks)
         ready = [self.objects.index.is_ready(key) for key in keys]
         return self.objects.index.leading_hits(keys) == sum(ready)
 
@@ -73,11 +88,180 @@ def test_a_prompt_longer_than_the_pool_does_not_drive_out_its_own_head(num_slots
     ends = [sum(steps[: number + 1]) for number in range(len(steps))]
     pool.store(0, ends)
     fitting = max((end for end in ends if end <= num_slots), default=0)
-    assert pool.objects.index.leading_hits(keys_of(0, ends[-1])) >= fitting
+    assert pool.objects.index.leading_hits(alone(0, ends[-1])) >= fitting
 
 
-@given(st.integers(0, 3))
-def test_nothing_is_remembered_of_stores_that_ended_well_or_not(fails_at: int) -> None:
-    pool = Pool(8)
-    pool.store(0, [1, 3, 5], fails_at=fails_at)
-    assert not pool.objects._prefixes
+def test_the_head_stays_while_its_tail_is_written() -> None:
+    pool = Pool(3)
+    pool.store(0, [1])
+    (tail,) = pool.reserve(0, 1, 3) or ()
+    assert pool.reserve(1, 0, 1) is None, "there is no room, whoever asks"
+    pool.objects.store_ended(tail, ok=True)
+    assert pool.objects.index.leading_hits(alone(0, 3)) == 3
+
+
+def test_a_tail_that_was_loaded_behind_the_engines_own_hit_leaves_before_its_head() -> None:
+    pool = Pool(4)
+    pool.store(0, [4])
+    pool.objects.load_ended(pool.objects.load(LoadOrder(7, "x", (), 2, (), 64, 32, False), alone(0, 4)[2:]))
+    pool.store(1, [1])
+    assert pool.objects.index.leading_hits(alone(0, 4)) == 3
+
+
+def test_a_tail_that_a_file_tier_has_kept_leaves_before_its_head() -> None:
+    pool = Pool(4, keeps_files=True)
+    for number, (first, end) in enumerate([(0, 2), (2, 4)]):
+        (order,) = pool.reserve(0, first, end) or ()
+        pool.objects.store_ended(order, ok=True)
+        pool.objects.take_in(StepReport(puts={number: Ended(1, True)}))
+    pool.store(1, [1])
+    assert pool.objects.index.leading_hits(alone(0, 4)) == 3
+
+
+def test_a_prompt_that_grows_lies_side_by_side_though_others_store_too() -> None:
+    """A slice of it is one copy then (POOL-5)."""
+    pool = Pool(9)
+    for document, num_chunks in enumerate([2, 4, 1]):
+        pool.store(document, [num_chunks])
+    pool.objects.index.discard(alone(1, 4))  # four slots right behind it are free, and two that would fit better
+    (order,) = pool.reserve(0, 2, 4) or ()
+    assert order.slots == (2, 3)
+    pool.objects.drop(order)
+
+
+class CountedKey(ChunkKey):
+    """A key that counts how often it is looked for."""
+
+    times = 0
+
+    def __hash__(self) -> int:
+        CountedKey.times += 1
+        return super().__hash__()
+
+
+def looks_of_a_step(num_chunks: int) -> int:
+    """Looks at keys that a step of four chunks costs behind so many."""
+    pool = Pool(num_chunks + 4)
+    keys = [CountedKey(b"space", number.to_bytes(4, "little"), CHUNK_TOKENS) for number in range(num_chunks + 4)]
+    for first, end in ((0, num_chunks), (num_chunks, num_chunks + 4)):
+        CountedKey.times = 0
+        (order,) = pool.objects.reserve("r", keys[:end], first, (), lambda: 0) or ()
+        pool.objects.store_ended(order, ok=True)
+    return CountedKey.times
+
+
+@given(st.integers(5, 400))
+def test_a_step_of_a_long_prompt_costs_its_own_chunks(num_chunks: int) -> None:
+    assert looks_of_a_step(num_chunks) == looks_of_a_step(4) > 0
+
+
+documents = st.lists(st.integers(0, 1), min_size=1, max_size=6).map(tuple)
+MAX_OPEN = 4
+
+
+class PoolObjectsMachine(RuleBasedStateMachine):
+    """Prompts that share beginnings, stored over several steps, loaded in part, given up and written behind, at once.
+
+    KEEP-1: whatever is kept has everything before it, except what a failed store or a reset took away.
+    """
+
+    prompts = Bundle("prompts")
+
+    @initialize(num_slots=st.integers(2, 6), keeps_files=st.booleans())
+    def start(self, num_slots: int, keeps_files: bool) -> None:
+        self.pool = Pool(num_slots, keeps_files=keeps_files)
+        self.numbers = count(1000)
+        self.kept: dict[Prefix, int] = {}  # chunks of the prompts under way
+        self.stores: list[StoreOrder] = []
+        self.loads: list[LoadOrder] = []
+        self.puts: list[int] = []
+        self.lost: set[Prefix] = set()
+
+    @rule(target=prompts, document=documents)
+    def begin(self, document: Prefix) -> Prefix:
+        """Anew, if there was one like it."""
+        self.kept[document] = 0
+        return document
+
+    @rule(document=prompts, size=st.integers(1, 3))
+    def compute(self, document: Prefix, size: int) -> None:
+        """A step of a prompt, which goes on where its last one ended."""
+        if len(self.stores) >= MAX_OPEN:
+            return
+        first = self.kept[document]
+        end = min(len(document), first + size)
+        if end == first:
+            return
+        found = self.pool.objects.reserve("r", keys_of(document[:end]), first, (), lambda: next(self.numbers))
+        whole = all(self.holds(chunk) for chunk in prefixes(document[:first]))
+        assert whole or not found, "a tail whose head is gone could never be hit"
+        self.kept[document] = end
+        self.stores += found or ()
+
+    @precondition(lambda self: self.stores)
+    @rule(pick=st.integers(0, 9), ok=st.sampled_from([True, True, False]))
+    def end_store(self, pick: int, ok: bool) -> None:
+        order = self.stores.pop(pick % len(self.stores))
+        if not ok:
+            self.lost |= {tuple(key.prefix) for key in order.keys}
+        self.pool.objects.store_ended(order, ok=ok)
+        if ok and self.pool.keeps_files:
+            self.puts.append(order.number)
+
+    @precondition(lambda self: self.puts)
+    @rule(pick=st.integers(0, 9))
+    def end_put(self, pick: int) -> None:
+        number = self.puts.pop(pick % len(self.puts))
+        self.pool.objects.take_in(StepReport(puts={number: Ended(1, True)}))
+
+    @rule(document=prompts, local=st.integers(0, 5))
+    def load(self, document: Prefix, local: int) -> None:
+        """Of what the engine does not have itself."""
+        if len(self.loads) >= MAX_OPEN:
+            return
+        keys = keys_of(document)
+        hits = self.pool.objects.find("x", keys, local) or 0
+        if local < hits:
+            order = LoadOrder(next(self.numbers), "x", (), local, (), hits * CHUNK_TOKENS, local * CHUNK_TOKENS, False)
+            self.loads.append(self.pool.objects.load(order, keys[local:hits]))
+
+    @precondition(lambda self: self.loads)
+    @rule(pick=st.integers(0, 9))
+    def end_load(self, pick: int) -> None:
+        self.pool.objects.load_ended(self.loads.pop(pick % len(self.loads)))
+
+    @rule(chance=st.sampled_from([False] * 9 + [True]))
+    def reset(self, chance: bool) -> None:
+        if chance:
+            self.lost |= set(self.present())
+            self.pool.objects.reset()
+
+    def present(self) -> list[Prefix]:
+        return [tuple(key.prefix) for key in self.pool.objects.index._by_key]
+
+    def holds(self, document: Prefix) -> bool:
+        return keys_of(document)[-1] in self.pool.objects.index._by_key
+
+    @invariant()
+    def what_is_kept_has_everything_before_it(self) -> None:
+        here = set(self.present())
+        self.lost -= {chunk for chunk in self.lost if chunk in here}
+        for chunk in here:
+            missing = [before for before in prefixes(chunk) if before not in here]
+            assert not missing or set(missing) & self.lost, f"KEEP-1: {chunk} without {missing}"
+
+    def teardown(self) -> None:
+        for load in self.loads:
+            self.pool.objects.load_ended(load)
+        for order in self.stores:
+            self.pool.objects.store_ended(order, ok=False)
+        for number in self.puts:
+            self.pool.objects.take_in(StepReport(puts={number: Ended(1, True)}))
+        now = self.pool.objects.index.occupancy()
+        assert (now.pins, now.writing) == (0, 0)
+        fresh = [ChunkKey(b"other", bytes([number]), CHUNK_TOKENS) for number in range(self.pool.num_slots)]
+        assert self.pool.objects.index.reserve(fresh) is not None, "nothing is kept for ever"
+
+
+PoolObjectsMachine.TestCase.settings = settings(stateful_step_count=60)
+TestPoolObjectsMachine = PoolObjectsMachine.TestCase

@@ -62,6 +62,26 @@ def test_what_every_rank_has_is_fetched_and_readable_when_all_have_it(folder: Pa
     assert prefetch._index.occupancy().writing == 0
 
 
+def test_what_is_fetched_takes_no_room_from_what_comes_before_it_and_leaves_before_it(folder: Path) -> None:
+    keep(folder, KEYS)
+    prefetch = prefetch_of(folder, slots=4)
+    index = prefetch._index
+    others = [key._replace(space=b"o" * 32) for key in KEYS]
+    for keys in (KEYS[:1], others[:2]):  # the head is the oldest
+        reserved = index.reserve(keys)
+        assert reserved is not None
+        index.commit(reserved.slots)
+    while not prefetch._asked or not prefetch._asked["a"].lookup.done():
+        prefetch.settle("a", KEYS[1:], KEYS[0])
+        threading.Event().wait(0.001)
+    assert not prefetch.settle("a", KEYS[1:], KEYS[0])
+    (order,) = prefetch.take_orders()
+    prefetch.ended(order.number, [Ended(2, True)] * 3, num_ranks=2)
+    assert index.leading_hits(KEYS) == 4
+    assert index.reserve(others[3:]) is not None
+    assert index.leading_hits(KEYS) == 3, "the last of them went"
+
+
 def test_nothing_there_settles_without_a_fetch(folder: Path) -> None:
     prefetch = prefetch_of(folder)
     assert until_settled(prefetch, "a", KEYS)

@@ -1,6 +1,6 @@
-"""The host pool against plain dictionaries, in any order of what its users do."""
+"""The host pool against plain dictionaries, in any order of what its users do. POOL-1 to POOL-4, POOL-7."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 from hypothesis import strategies as st
@@ -8,7 +8,14 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from lamella.cuda_ext.pool import HostPool, PinnedObjects, Reservation
 from lamella.reference.keys import ChunkKey
-from pool_driver import LAYOUT, key_of, keys
+from pool_driver import LAYOUT
+from prefix_model import Prefix, PrefixModel, prefixes
+
+documents = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
+
+
+def key_of(chunk: Prefix) -> ChunkKey:
+    return ChunkKey(b"space", bytes(chunk), 16)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -25,37 +32,43 @@ class PoolMachine(RuleBasedStateMachine):
         self.writing: dict[ChunkKey, int] = {}
         self.held: dict[int, int] = {}  # slot -> leases on it
         self.bytes: dict[int, bytes] = {}
-        self.age: list[ChunkKey] = []  # of unpinned READY objects, oldest first
+        self.ages = PrefixModel()  # of READY objects and those being written
+        self.dropped: set[Prefix] = set()  # once discarded or given up: what is behind them may be without a head
         self.open: dict[object, Callable[[], None]] = {}  # what nobody ended yet, and how it ends
 
-    def _touch(self, key: ChunkKey) -> None:
-        if key in self.age:
-            self.age.remove(key)
-        if key in self.ready and not self.held.get(self.ready[key]):
-            self.age.append(key)
+    def _let_go(self, keys: Iterable[ChunkKey]) -> None:
+        """Those of a prompt's objects that nobody pins any more are the most recently used."""
+        found = [key for key in keys if key in self.ready and not self.held.get(self.ready[key])]
+        self.ages.use([tuple(key.prefix) for key in found])
 
-    @rule(target=reservations, numbers=st.lists(st.integers(0, 11), min_size=1, max_size=NUM_SLOTS, unique=True))
-    def reserve(self, numbers: list[int]) -> object:
-        wanted = keys(*numbers)
+    @rule(target=reservations, document=documents, first=st.integers(0, 3))
+    def reserve(self, document: Prefix, first: int) -> object:
+        chunks = prefixes(document)[first:]
+        wanted = [key_of(chunk) for chunk in chunks]
+        after = key_of(document[:first]) if first and chunks else None
         missing = [key for key in wanted if key not in self.ready and key not in self.writing]
         taken = set(self.ready.values()) | set(self.writing.values()) | set(self.held)
-        candidates = [key for key in self.age if key not in wanted]
+        free = {tuple(key.prefix) for key, slot in self.ready.items() if not self.held.get(slot)}
         needed = len(missing) - (self.NUM_SLOTS - len(taken))
-        reservation = self.pool.reserve(wanted)
-        if needed > len(candidates):
+        leaving = self.ages.leaving(max(0, needed), free, {*chunks, document[:first]}) if missing else []
+        reservation = self.pool.reserve(wanted, after)
+        if leaving is None:
             assert reservation is None, "POOL-3"
             return None
         assert reservation is not None
         assert list(reservation.keys) == missing
-        assert list(reservation.evicted) == candidates[: max(0, needed)], "exactly what was needed, the oldest first"
+        assert list(reservation.evicted) == [key_of(chunk) for chunk in leaving], "exactly what was needed, in order"
         for key in reservation.evicted:
-            self.age.remove(key)
+            self.ages.remove(tuple(key.prefix))
             taken.remove(self.ready.pop(key))
         assert not taken & set(reservation.slots), "POOL-2"
+        if first and missing and missing[0] == wanted[0] and document[:first] not in self.ages.used:
+            self.dropped.add(document[:first])
         for key, slot in zip(reservation.keys, reservation.slots, strict=True):
             self.writing[key] = slot
             self.bytes[slot] = key.prefix
-            self.pool.memory.buffer(slot)[:4] = key.prefix
+            self.pool.memory.buffer(slot)[: len(key.prefix)] = key.prefix
+        self.ages.add([tuple(key.prefix) for key in reservation.keys])
         self.open[reservation] = reservation.abandon
         return reservation
 
@@ -65,9 +78,9 @@ class PoolMachine(RuleBasedStateMachine):
             return
         reservation.commit()
         del self.open[reservation]
-        for key in reversed(reservation.keys):
+        for key in reservation.keys:
             self.ready[key] = self.writing.pop(key)
-            self._touch(key)
+        self._let_go(reservation.keys)
 
     @rule(reservation=consumes(reservations))
     def abandon(self, reservation: Reservation | None) -> None:
@@ -77,10 +90,15 @@ class PoolMachine(RuleBasedStateMachine):
         del self.open[reservation]
         for key in reservation.keys:
             del self.writing[key]
+            self._drop(key)
 
-    @rule(target=leases, numbers=st.lists(st.integers(0, 11), max_size=4, unique=True))
-    def pin(self, numbers: list[int]) -> object:
-        wanted = keys(*numbers)
+    def _drop(self, key: ChunkKey) -> None:
+        self.ages.remove(tuple(key.prefix))
+        self.dropped.add(tuple(key.prefix))
+
+    @rule(target=leases, document=documents, first=st.integers(0, 3))
+    def pin(self, document: Prefix, first: int) -> object:
+        wanted = [key_of(chunk) for chunk in prefixes(document)[first:]]
         if not set(wanted) <= set(self.ready):
             with pytest.raises(KeyError):
                 self.pool.pin(wanted)
@@ -89,7 +107,6 @@ class PoolMachine(RuleBasedStateMachine):
         assert list(lease.slots) == [self.ready[key] for key in wanted]
         for key in wanted:
             self.held[self.ready[key]] = self.held.get(self.ready[key], 0) + 1
-            self._touch(key)
         self.open[lease] = lease.release
         return lease
 
@@ -101,20 +118,24 @@ class PoolMachine(RuleBasedStateMachine):
         del self.open[lease]
         if twice:
             lease.release()
-        for key, slot in reversed(list(zip(lease.keys, lease.slots, strict=True))):
+        for slot in lease.slots:
             self.held[slot] -= 1
             if not self.held[slot]:
                 del self.held[slot]
-                if self.ready.get(key) == slot:
-                    self._touch(key)
+        self._let_go(key for key, slot in zip(lease.keys, lease.slots, strict=True) if self.ready.get(key) == slot)
 
     @precondition(lambda self: self.ready)
-    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=2))
-    def discard(self, numbers: list[int]) -> None:
-        self.pool.discard(keys(*numbers))
-        for key in keys(*numbers):
-            if self.ready.pop(key, None) is not None and key in self.age:
-                self.age.remove(key)
+    @rule(document=documents, first=st.integers(0, 3))
+    def discard(self, document: Prefix, first: int) -> None:
+        found = [key_of(chunk) for chunk in prefixes(document)[first:]]
+        self.pool.discard(found)
+        for key in found:
+            if self.ready.pop(key, None) is not None:
+                self._drop(key)
+
+    @invariant()
+    def only_who_was_discarded_leaves_others_without_a_head(self) -> None:
+        assert {chunk[:-1] for chunk in self.ages.headless()} <= self.dropped, "POOL-7"
 
     @invariant()
     def every_slot_is_free_or_holds_one_object(self) -> None:
@@ -128,13 +149,15 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_found_is_what_was_committed(self) -> None:
-        for number in range(12):
-            assert self.pool.leading_hits(keys(number)) == (key_of(number) in self.ready)
+        for chunk in self.ages.used:
+            key = key_of(chunk)
+            assert self.pool.leading_hits([key]) == (key in self.ready)
+            assert self.pool.is_whole(key) == all(before in self.ages.used for before in prefixes(chunk))
 
     @invariant()
     def held_bytes_are_untouched(self) -> None:
         for slot in [*self.held, *self.ready.values()]:
-            assert bytes(self.pool.memory.buffer(slot)[:4]) == self.bytes[slot], "POOL-2"
+            assert bytes(self.pool.memory.buffer(slot)[: len(self.bytes[slot])]) == self.bytes[slot], "POOL-2"
 
     def teardown(self) -> None:
         for end in self.open.values():

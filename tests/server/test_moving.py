@@ -58,7 +58,7 @@ class Moving:
 
     def commit(self, lease: int) -> Future[Any]:
         return self.bench.begin(
-            Store(self.engine.session, Phase.COMMIT, lease, b"", 0, 0, 0, "r", (b"\0" * 4,), 4, 0, -1, (b"event",))
+            Store(self.engine.session, Phase.COMMIT, lease, b"", 0, 0, b"", 0, "r", (b"\0" * 4,), 4, 0, -1, (b"event",))
         )
 
     def end(self, moved: Moved, of: str = "retrieve") -> None:

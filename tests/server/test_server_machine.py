@@ -8,6 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from lamella.connector.storage.storage_manager import StorageManager
 from lamella.server.frames import RefusedError
 from lamella.server.leases import LeaseBook, Part, PartState
 from lamella.server.lending import Lending, Loan
@@ -67,6 +68,15 @@ def half_an_allocation(patched: pytest.MonkeyPatch) -> None:
     patched.setattr("lamella.server.lending._abandon", lambda loans: None)
 
 
+def heads_are_forgotten(patched: pytest.MonkeyPatch) -> None:
+    original = StorageManager.allocate
+    patched.setattr(StorageManager, "allocate", lambda self, keys, after=None: original(self, keys))
+
+
+def tails_are_stored_without_heads(patched: pytest.MonkeyPatch) -> None:
+    patched.setattr("lamella.server.lending._may_reach", lambda place, head: True)
+
+
 FAULTS = [
     moving_by_the_clock,
     no_quarantine,
@@ -76,6 +86,8 @@ FAULTS = [
     an_abort_keeps_what_was_written,
     any_engine_s_lease,
     half_an_allocation,
+    heads_are_forgotten,
+    tails_are_stored_without_heads,
 ]
 
 

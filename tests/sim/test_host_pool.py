@@ -60,7 +60,7 @@ class PoolAgainstModel(RuleBasedStateMachine):
     @invariant()
     def no_chunk_is_held_without_those_before_it(self) -> None:
         for chunk in self.touched:
-            assert chunk // 2 == 1 or chunk // 2 in self.pool, f"POOL-1: {chunk} is of no use without {chunk // 2}"
+            assert chunk // 2 == 1 or chunk // 2 in self.pool, f"KEEP-1: {chunk} is of no use without {chunk // 2}"
 
 
 TestPoolAgainstModel: Any = PoolAgainstModel.TestCase

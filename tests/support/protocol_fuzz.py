@@ -31,12 +31,18 @@ EXAMPLES: dict[Kind, Message] = {
     Kind.REGISTER: registration(alive="alive-0"),  # that of a `Bench`'s first client
     Kind.LOOKUP: Lookup(1, b"p" * 64, 4, 1, -1, True),
     Kind.RETRIEVE: LAYERWISE,
-    Kind.STORE: protocol.Store(1, protocol.Phase.ALLOCATE, 0, b"p" * 32, 4, 0, -1, "", (), 0, 0, -1, None),
+    Kind.STORE: protocol.Store(1, protocol.Phase.ALLOCATE, 0, b"p" * 32, 4, 0, b"", -1, "", (), 0, 0, -1, None),
     Kind.RELEASE: protocol.Release(1, 2, 0),
     Kind.ABORT: protocol.Abort(1, 2, -1),
     Kind.STATS: Stats(),
     Kind.PING: Ping(1, 5),
 }
+
+KEPT = keys_of(1, 2)
+"""What the server keeps when the frames come."""
+TAIL = msgspec.structs.replace(EXAMPLES[Kind.STORE], first_chunk=2, after=KEPT[1].prefix)
+BACKWARDS = msgspec.structs.replace(EXAMPLES[Kind.STORE], prefixes=b"p" * 32 + KEPT[1].prefix + KEPT[0].prefix)
+MESSAGES = (*EXAMPLES.values(), TAIL, BACKWARDS)
 
 bodies = st.one_of(
     st.binary(max_size=200),
@@ -95,7 +101,7 @@ any_frames = st.lists(
 
 def random_frames(chance: random.Random) -> list[bytes]:
     """As `any_frames`, far faster and less clever: a good message, often with fields or bytes changed."""
-    message = EXAMPLES[chance.choice(list(Kind))]
+    message = chance.choice(MESSAGES)
     for name in message.__struct_fields__:
         if chance.random() < 0.1:
             value: object = chance.choice(WILD_FIELDS)
@@ -165,7 +171,7 @@ def fuzz(folder: Path, *, seconds: float = 1e9, examples: int = 10**9) -> Counte
         with Bench(folder, num_slots=4, models=2) as bench:
             client = bench.rank()
             assert client.session == 1, "so that messages made up by chance are of a session"
-            client.store(keys_of(1, 2))
+            client.store(KEPT)
             for frames in (*first, *(random_frames(chance) for _ in range(FRAMES_AT_ONCE))):
                 counts[_answered(bench, frames)] += 1
             for mark in tuple(bench.living):
@@ -175,6 +181,10 @@ def fuzz(folder: Path, *, seconds: float = 1e9, examples: int = 10**9) -> Counte
             free, writing, ready, pins = bench.occupancy()
             assert free + ready == sum(pool.num_slots for pool in bench.pools)
             assert (writing, pins) == (0, 0), "nothing that was held outlives its holder"
+            for pool in bench.pools:
+                fresh = pool.reserve([key._replace(space=b"fresh") for key in keys_of(*range(pool.num_slots))])
+                assert fresh is not None, "nothing is kept for ever"
+                fresh.abandon()
 
     with contextlib.suppress(TimeoutError):
         run()

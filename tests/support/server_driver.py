@@ -23,7 +23,7 @@ import lamella
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout
-from lamella.server.client import CacheSession
+from lamella.server.client import CacheSession, allocation
 from lamella.server.connection import Connection
 from lamella.server.frames import RefusedError, Request, pack_prefixes
 from lamella.server.handlers import Peer
@@ -224,14 +224,11 @@ class Client:
         return self.bench.ask(Retrieve(self.session, lease, where, "r", (), 0, 0, -1, None, None, 0))
 
     def allocate(self, keys: Sequence[ChunkKey], first_chunk: int = 0, rank: int = EVERY_RANK) -> Stored:
-        last = keys[-1].num_tokens if keys else 0
-        return self.bench.ask(
-            Store(self.session, Phase.ALLOCATE, 0, pack_prefixes(keys), last, first_chunk, rank, "", (), 0, 0, -1, None)
-        )
+        return self.bench.ask(allocation(self.session, keys, first_chunk, rank))
 
     def commit(self, lease: int, rank: int | None = None) -> Stored:
         where = self.rank if rank is None else rank
-        return self.bench.ask(Store(self.session, Phase.COMMIT, lease, b"", 0, 0, where, "", (), 0, 0, -1, None))
+        return self.bench.ask(Store(self.session, Phase.COMMIT, lease, b"", 0, 0, b"", where, "", (), 0, 0, -1, None))
 
     def store(self, keys: Sequence[ChunkKey]) -> Stored:
         """Allocated and committed, one rank's engine."""

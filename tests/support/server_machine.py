@@ -1,7 +1,7 @@
 """Two engines of two ranks on one server, against dictionaries: whatever is looked up, moved, stored or killed.
 
 Processes are the test's: they write into slots whenever they may, also on their way out of life, so that a slot that is
-given to another too early shows as a wrong byte. SRV-1 to SRV-3 and SRV-6 are looked at after every step.
+given to another too early shows as a wrong byte. SRV-1 to SRV-3, SRV-6 and KEEP-1 are looked at after every step.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from lamella.reference.keys import ChunkKey
 from lamella.server.frames import RefusedError
 from lamella.server.protocol import Role
 from lamella.server.wire import EVERY_RANK, Code
+from prefix_model import Prefix, prefixes
 from server_driver import Bench, Client, keys_of, layout_of, space_of
 
 RANKS, NUM_SLOTS, MAX_OPEN = 2, 3, 4
@@ -27,14 +28,11 @@ documents = st.lists(st.integers(0, 1), min_size=1, max_size=NUM_SLOTS).map(tupl
 engines = st.sampled_from("ab")
 ranks = st.integers(0, RANKS - 1)
 picks = st.integers(0, MAX_OPEN - 1)
+firsts = st.sampled_from([0, 0, 0, 1, 2])
 
 
-def rank_key(document: tuple[int, ...], rank: int) -> ChunkKey:
+def rank_key(document: Prefix, rank: int) -> ChunkKey:
     return keys_of(*document)[-1]._replace(space=SPACES[rank])
-
-
-def prefixes(document: tuple[int, ...]) -> list[tuple[int, ...]]:
-    return [document[: end + 1] for end in range(len(document))]
 
 
 def content(key: ChunkKey) -> bytes:
@@ -46,7 +44,7 @@ def content(key: ChunkKey) -> bytes:
 class OpenPart:
     """What the model knows of a part: the documents in its slots and how it stands."""
 
-    documents: list[tuple[int, ...]]
+    documents: list[Prefix]
     slots: tuple[int, ...]
     state: str
     until_ns: int | None = None
@@ -65,7 +63,7 @@ class Dying:
     """A killed process whose device still writes."""
 
     rank: int
-    documents: list[tuple[int, ...]]
+    documents: list[Prefix]
     slots: tuple[int, ...]
     until_ns: int
 
@@ -84,7 +82,8 @@ class ServerMachine(RuleBasedStateMachine):
             grace_s=GRACE_S,
         )
         self.clients: dict[tuple[str, Any], Client] = {}
-        self.ready: list[set[tuple[int, ...]]] = [set() for _ in range(RANKS)]
+        self.ready: list[set[Prefix]] = [set() for _ in range(RANKS)]
+        self.lost: list[set[Prefix]] = [set() for _ in range(RANKS)]  # reserved and never written
         self.leases: list[OpenLease] = []
         self.dying: list[Dying] = []
         for engine in "ab":
@@ -134,23 +133,25 @@ class ServerMachine(RuleBasedStateMachine):
     # ---- reading
 
     @precondition(lambda self: len(self.leases) < MAX_OPEN)
-    @rule(engine=engines, document=documents)
-    def look_up(self, engine: str, document: tuple[int, ...]) -> None:
+    @rule(engine=engines, document=documents, first=firsts)
+    def look_up(self, engine: str, document: Prefix, first: int = 0) -> None:
+        """The engine has the chunks before `first` by itself."""
         if not self.lives(engine, None):
             return
-        found = self.clients[engine, None].lookup(keys_of(*document))
-        hits = 0
+        first = min(first, len(document))
+        found = self.clients[engine, None].lookup(keys_of(*document), first)
+        hits = first if self.all_live(engine) else 0
         while self.all_live(engine) and hits < len(document) and all(document[: hits + 1] in had for had in self.ready):
             hits += 1
         assert found.num_chunks == hits, "SRV-3: the minimum over the ranks"
-        assert bool(found.lease) == bool(hits)
-        if hits:
+        assert bool(found.lease) == (hits > first)
+        if hits > first:
             until_ns = self.bench.now_ns + int(LEASE_S * 1e9)
             parts = {
-                rank: OpenPart(prefixes(document[:hits]), found.slots[rank], "locked", until_ns)
+                rank: OpenPart(prefixes(document)[first:hits], found.slots[rank], "locked", until_ns)
                 for rank in range(RANKS)
             }
-            assert all(len(part.slots) == hits for part in parts.values())
+            assert all(len(part.slots) == hits - first for part in parts.values())
             self.leases.append(OpenLease(found.lease, engine, parts))
 
     @rule(pick=picks, rank=ranks, by_other=st.booleans())
@@ -178,33 +179,32 @@ class ServerMachine(RuleBasedStateMachine):
     # ---- writing
 
     @precondition(lambda self: len(self.leases) < MAX_OPEN)
-    @rule(engine=engines, document=documents)
-    def allocate(self, engine: str, document: tuple[int, ...]) -> None:
+    @rule(engine=engines, document=documents, first=firsts)
+    def allocate(self, engine: str, document: Prefix, first: int = 0) -> None:
+        """A step of a prompt whose chunks before `first` were stored by earlier ones."""
         if not self.lives(engine, None):
             return
-        wanted = prefixes(document)
-        missing = [
-            [one for one in wanted if one not in self.ready[rank] and not self.is_written(one, rank)]
-            for rank in range(RANKS)
-        ]
-        room = [
-            NUM_SLOTS - len(self.kept(rank) | {one for one in wanted if one in self.ready[rank]})
-            for rank in range(RANKS)
-        ]
-        room = [free - self.num_writing(rank) for rank, free in enumerate(room)]
-        stored = self.clients[engine, None].allocate(keys_of(*document))
+        first = min(first, len(document) - 1)
+        chunks = prefixes(document)
+        missing = [[one for one in chunks[first:] if one not in self.present(rank)] for rank in range(RANKS)]
+        named = set(chunks[max(0, first - 1) :])
+        stays = [self.stays(rank, named if missing[rank] else set()) for rank in range(RANKS)]
+        room = [NUM_SLOTS - self.num_writing(rank) - len(stays[rank] & self.ready[rank]) for rank in range(RANKS)]
+        stored = self.clients[engine, None].allocate(keys_of(*document), first)
         if not self.all_live(engine):
-            assert stored.lease == 0
+            assert (stored.lease, stored.no_room, stored.no_head) == (0, False, False)
             return
-        fits = all(len(missing[rank]) <= room[rank] for rank in range(RANKS))
-        assert stored.no_room == (not fits), "all or nothing"
+        has_head = all(one in self.present(rank) for one in chunks[:first] for rank in range(RANKS))
+        assert stored.no_head == (not has_head), "what could never be hit is not stored"
+        fits = all(len(missing[rank]) <= room[rank] for rank in range(RANKS) if missing[rank])
+        assert stored.no_room == (has_head and not fits), "all or nothing"
         self.see_evictions()
         if stored.lease == 0:
-            assert stored.no_room or not any(missing)
+            assert stored.no_room or stored.no_head or not any(missing)
             return
         parts = {}
         for place in stored.places:
-            found = [wanted[chunk] for chunk in place.chunks]
+            found = [chunks[chunk] for chunk in place.chunks]
             assert found == missing[place.rank]
             parts[place.rank] = OpenPart(found, place.slots, "writing")
         self.leases.append(OpenLease(stored.lease, engine, parts))
@@ -229,7 +229,7 @@ class ServerMachine(RuleBasedStateMachine):
             dying = self.dying[pick % len(self.dying)]
             self.fill(dying.rank, dying.documents, dying.slots)
 
-    def fill(self, rank: int, found: list[tuple[int, ...]], slots: tuple[int, ...]) -> None:
+    def fill(self, rank: int, found: list[Prefix], slots: tuple[int, ...]) -> None:
         for document, slot in zip(found, slots, strict=True):
             with self.pool(rank).memory.buffer(slot) as view:
                 view[:] = content(rank_key(document, rank))
@@ -254,7 +254,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.leases) < MAX_OPEN)
     @rule(engine=engines, document=documents)
-    def store(self, engine: str, document: tuple[int, ...]) -> None:
+    def store(self, engine: str, document: Prefix) -> None:
         """All of a store at once, so that there is something to look up."""
         before = len(self.leases)
         self.allocate(engine, document)
@@ -264,7 +264,7 @@ class ServerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.leases) < MAX_OPEN)
     @rule(engine=engines, document=documents)
-    def load(self, engine: str, document: tuple[int, ...]) -> None:
+    def load(self, engine: str, document: Prefix) -> None:
         """A look-up that every rank retrieves."""
         before = len(self.leases)
         self.look_up(engine, document)
@@ -290,8 +290,8 @@ class ServerMachine(RuleBasedStateMachine):
             assert not aborts
             return
         assert held == bool(named)
-        for one in named:
-            del lease.parts[one]
+        for one, part in named.items():
+            self.end_part(lease, one, part)
 
     @rule(seconds=st.sampled_from([0.25, 1.0, 2.5, LEASE_S + 1]))
     def wait(self, seconds: float) -> None:
@@ -300,8 +300,14 @@ class ServerMachine(RuleBasedStateMachine):
         for lease in self.leases:
             for rank, part in list(lease.parts.items()):
                 if part.until_ns is not None and part.until_ns <= now_ns:
-                    del lease.parts[rank]
+                    self.end_part(lease, rank, part)
         self.dying = [one for one in self.dying if one.until_ns > now_ns]
+
+    def end_part(self, lease: OpenLease, rank: int, part: OpenPart) -> None:
+        """It ended without a commit."""
+        del lease.parts[rank]
+        if part.state in ("writing", "quarantined"):
+            self.lost[rank] |= set(part.documents)
 
     # ---- what the model says
 
@@ -309,12 +315,14 @@ class ServerMachine(RuleBasedStateMachine):
         """One of those that were given."""
         return self.leases[pick] if pick < len(self.leases) else None
 
-    def is_written(self, document: tuple[int, ...], rank: int) -> bool:
-        return any(
-            document in part.documents
+    def present(self, rank: int) -> set[Prefix]:
+        """What can be read, and what is being written."""
+        return self.ready[rank] | {
+            document
             for lease in self.leases
             if (part := lease.parts.get(rank)) is not None and part.state in ("writing", "quarantined")
-        )
+            for document in part.documents
+        }
 
     def num_writing(self, rank: int) -> int:
         return sum(
@@ -323,14 +331,23 @@ class ServerMachine(RuleBasedStateMachine):
             if (part := lease.parts.get(rank)) is not None and part.state in ("writing", "quarantined")
         )
 
-    def kept(self, rank: int) -> set[tuple[int, ...]]:
-        """Documents that somebody reads."""
+    def kept(self, rank: int) -> set[Prefix]:
+        """Documents that somebody reads or writes."""
         return {
             document
             for lease in self.leases
-            if (part := lease.parts.get(rank)) is not None and part.state in ("locked", "moving")
+            if (part := lease.parts.get(rank)) is not None
             for document in part.documents
         }
+
+    def stays(self, rank: int, named: set[Prefix]) -> set[Prefix]:
+        """What cannot leave while a store names these: they, what is kept, and what comes right before what stays."""
+        found, here = set[Prefix](), self.present(rank)
+        for document in (self.kept(rank) | named) & here:
+            while document in here:
+                found.add(document)
+                document = document[:-1]
+        return found
 
     def see_evictions(self) -> None:
         for rank in range(RANKS):
@@ -352,6 +369,15 @@ class ServerMachine(RuleBasedStateMachine):
                 len(self.ready[rank]),
                 NUM_SLOTS - len(self.ready[rank]) - self.num_writing(rank),
             )
+
+    @invariant()
+    def what_is_kept_has_everything_before_it(self) -> None:
+        for rank in range(RANKS):
+            here = self.present(rank)
+            self.lost[rank] -= here
+            for document in here:
+                missing = set(prefixes(document)) - here
+                assert not missing or missing & self.lost[rank], f"KEEP-1: {document} without {missing}"
 
     @invariant()
     def what_can_be_read_is_what_was_written(self) -> None:
