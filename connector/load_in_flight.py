@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from lamella.connector.connector_metrics import Metrics
+from lamella.connector.observations import Readers
 from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
 from lamella.cuda_ext.transfer import Arriving
 
@@ -15,11 +16,13 @@ from lamella.cuda_ext.transfer import Arriving
 class LoadObserver(Protocol):
     """Who measures what loads take on the link."""
 
-    def has_no_readers(self) -> bool:
-        """Whether a load that has just been ordered waits for nobody who computes."""
+    def load_ordered(self) -> Readers:
+        """Who computes, and may read its blocks, when a load has just been ordered."""
 
-    def load_landed(self, part_bytes: Sequence[int], started_ns: int | None, landed_ns: Sequence[int]) -> None:
-        """A load has landed: its slices' bytes and landings, and its begin; None if it may have waited behind that."""
+    def load_landed(
+        self, part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int], readers: Readers
+    ) -> None:
+        """A load has landed: its slices' bytes and landings, its begin, and for whom it may have waited behind that."""
 
 
 @dataclass(slots=True)
@@ -33,7 +36,7 @@ class Load:
         ready_layer: layers before it need no further wait in this step.
         failed: why, or "".
         waited_whole: this step began when all of it had landed.
-        has_no_readers: nobody who computes held it up.
+        readers: whoever may have held it up.
         was_left: it could have been released, and was left for a later step.
         in_graphs: captured graphs that are replayed wait for it by themselves.
     """
@@ -50,7 +53,7 @@ class Load:
     landed: bool = False
     in_graphs: bool = False
     waited_whole: bool = False
-    has_no_readers: bool = False
+    readers: Readers = field(default_factory=Readers)
     was_left: bool = False
 
     @property

@@ -6,8 +6,9 @@ above it, once for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -80,6 +81,29 @@ class RankPlace:
         }
 
 
+@contextmanager
+def settings_named(settings: ConnectorSettings) -> Iterator[None]:
+    """What a transfer engine refuses is said with the setting that asks for it.
+
+    Raises:
+        MemoryError: no room for its staging ring.
+        ValueError: windows that are narrower than a block.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if "window_bytes" not in str(error):
+            raise
+        raise ValueError(f"window_mib {settings.window_mib}: {error}; raise it") from error
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "out of memory" not in str(error):
+            raise
+        raise MemoryError(
+            f"staging_mib {settings.staging_mib}, which each rank takes of its device's memory: {error}; lower it (it "
+            f"must hold four windows of {settings.window_mib} MiB), or leave the device more beside the engine's caches"
+        ) from error
+
+
 class Mover(Protocol):
     """Moves one rank's objects into blocks and out of them. On the model runner's thread."""
 
@@ -124,8 +148,9 @@ class PoolMover:
         self._caches = place.caches
         self.memory = memory
         self.executor: Executor = AtOnce()
-        self.engine: TransferEngine = TransferEngine(place.device, **place.options())
-        self.registered: RegisteredCache = self.engine.register_cache(place.caches.layout, place.caches.engines)
+        with settings_named(place.settings):
+            self.engine: TransferEngine = TransferEngine(place.device, **place.options())
+            self.registered: RegisteredCache = self.engine.register_cache(place.caches.layout, place.caches.engines)
 
     def load(self, order: LoadOrder, slices: Sequence[Slice]) -> Callable[[], Transfer]:
         """As `Mover.load`."""

@@ -4,7 +4,8 @@ A step is measured on the stream that computes, from its begin until its layers 
 begin there may lie what the host does in between, which is no time of the step's. Of a load, the slices behind the
 first are measured: before that it may wait on the device for blocks that are still being read, which is no time of the
 link's. A load of one slice is measured only if the device had computed all that it was given when the load was ordered:
-then there was no reader. Nothing here waits: what a GPU has not reached yet is reported with a later step.
+then there was no reader. Else it took no longer than since it was ordered, and no less than since a look found that the
+device had computed all that. Nothing here waits: what a GPU has not reached yet is reported with a later step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
 from lamella.connector.step_orders import Observed, StepOrders
@@ -30,6 +32,9 @@ class Marks(Protocol):
     def between_ns(self, begin: Any, end: Any) -> int | None:
         """The time between two marks; None while the second has not been reached."""
 
+    def reached(self, mark: Any) -> bool:
+        """Whether what was enqueued before the mark has been computed."""
+
     def all_computed(self) -> bool:
         """Whether all that was enqueued so far has been computed."""
 
@@ -44,6 +49,10 @@ class HostMarks:
     def between_ns(self, begin: int, end: int) -> int:
         """The time between two marks."""
         return end - begin
+
+    def reached(self, mark: int) -> bool:
+        """Always."""
+        return True
 
     def all_computed(self) -> bool:
         """Always: a caller who asks is not computing."""
@@ -74,6 +83,10 @@ class CudaMarks:
         """The time between two events; None while the second has not come."""
         return round(begin.elapsed_time(end) * 1e6) if end.query() else None
 
+    def reached(self, mark: Any) -> bool:
+        """Whether the event has come."""
+        return bool(mark.query())
+
     def all_computed(self) -> bool:
         """Whether the current stream has nothing left to do."""
         import torch
@@ -84,6 +97,26 @@ class CudaMarks:
 def marks_of(device: str) -> Marks:
     """The marks of a device as torch names it."""
     return CudaMarks(device) if device.startswith("cuda") else HostMarks()
+
+
+@dataclass(slots=True)
+class Readers:
+    """Who computed what a device had been given when a load was ordered: its blocks may be read until that is done.
+
+    Attributes:
+        marks: of the device; None where nobody looks.
+        mark: behind all of that.
+        gone_ns: they were gone by then; None: not as far as anybody has looked.
+    """
+
+    marks: Marks | None = None
+    mark: Any = None
+    gone_ns: int | None = None
+
+    def look(self) -> None:
+        """They are gone by now, if they are."""
+        if self.gone_ns is None and self.marks is not None and self.marks.reached(self.mark):
+            self.gone_ns = time.monotonic_ns()
 
 
 class _Measured(NamedTuple):
@@ -108,16 +141,27 @@ class Observations:
         self._begun: tuple[int, Any] | None = None  # (expected, mark) of the step under way, if it is to be measured
         self._open: deque[_Measured] = deque(maxlen=_MOST_OPEN)
 
-    def has_no_readers(self) -> bool:
-        """Whether a load that has just been ordered waits for nobody who computes."""
-        return self._sees_landings and self._marks.all_computed()
+    def load_ordered(self) -> Readers:
+        """Who may read on while a load that has just been ordered waits."""
+        if not self._sees_landings:
+            return Readers()
+        return Readers(gone_ns=0) if self._marks.all_computed() else Readers(self._marks, self._marks.mark())
 
-    def load_landed(self, part_bytes: Sequence[int], started_ns: int | None, landed_ns: Sequence[int]) -> None:
-        """A load was on the link: its slices' bytes and landings, and when it began, if it waited for no reader."""
-        slices, num_bytes, took_ns = time_on_link(part_bytes, started_ns, landed_ns, self._last_landed_ns)
-        self._last_landed_ns = max(self._last_landed_ns, landed_ns[-1])
+    def load_landed(
+        self, part_bytes: Sequence[int], started_ns: int, landed_ns: Sequence[int], readers: Readers
+    ) -> None:
+        """A load was on the link: its slices' bytes and landings, when it began, and who had it wait behind that."""
+        before_ns, gone_ns = self._last_landed_ns, readers.gone_ns
+        self._last_landed_ns = max(before_ns, landed_ns[-1])
+        begun_ns = started_ns if gone_ns is not None and gone_ns <= started_ns else None
+        slices, num_bytes, took_ns = time_on_link(part_bytes, begun_ns, landed_ns, before_ns)
         if took_ns > 0:
             self._found = self._found.with_load(slices, num_bytes, took_ns)
+        elif len(part_bytes) == 1 and readers.marks is not None:
+            most_ns = landed_ns[0] - max(started_ns, before_ns)
+            least_ns = 0 if gone_ns is None else max(0, landed_ns[0] - max(started_ns, before_ns, gone_ns))
+            if most_ns > 0:
+                self._found = self._found.with_bounded_load(part_bytes[0], least_ns, most_ns)
 
     def step_begins(self, orders: StepOrders, waits: bool) -> None:
         """A step begins; `waits`: its layers wait for loads, so that its time would say nothing."""

@@ -103,5 +103,12 @@ class StepForecast:
             expected_ns = self.policy.wire_ns(observed.load_bytes // self._token_bytes)
             measured_ns = observed.load_ns - observed.slices * self.policy.slice_ns
             self.correction = self.correction.after_load(expected_ns, measured_ns)
+        if observed.bounded:
+            slices_ns = observed.bounded * self.policy.slice_ns
+            self.correction = self.correction.after_bounded_load(
+                self.policy.wire_ns(observed.bounded_bytes // self._token_bytes),
+                observed.least_ns - slices_ns,
+                observed.most_ns - slices_ns,
+            )
         if observed.steps:
             self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns, observed.steps)

@@ -155,6 +155,7 @@ class Observed:
 
     Attributes:
         loads, slices, load_bytes, load_ns: loads that landed, and the time the link had for them.
+        bounded, bounded_bytes, least_ns, most_ns: loads in one slice of whose time only that is known.
         steps, step_expected_ns, step_ns: steps in which no layer waited, what was expected of them, and their time.
     """
 
@@ -162,6 +163,10 @@ class Observed:
     slices: int = 0
     load_bytes: int = 0
     load_ns: int = 0
+    bounded: int = 0
+    bounded_bytes: int = 0
+    least_ns: int = 0
+    most_ns: int = 0
     steps: int = 0
     step_expected_ns: int = 0
     step_ns: int = 0
@@ -176,6 +181,16 @@ class Observed:
             load_ns=self.load_ns + took_ns,
         )
 
+    def with_bounded_load(self, num_bytes: int, least_ns: int, most_ns: int) -> Observed:
+        """And one more load, of which is known that it took no less and no more than so long."""
+        return replace(
+            self,
+            bounded=self.bounded + 1,
+            bounded_bytes=self.bounded_bytes + num_bytes,
+            least_ns=self.least_ns + least_ns,
+            most_ns=self.most_ns + most_ns,
+        )
+
     def with_step(self, expected_ns: int, took_ns: int) -> Observed:
         """And one more step."""
         return replace(
@@ -188,8 +203,21 @@ class Observed:
     def merged(self, other: Observed) -> Observed:
         """The rank whose loads, and the rank whose steps, took longer."""
         loads = max((self, other), key=lambda one: (one.loads, one.load_ns))
+        bounds = max((self, other), key=lambda one: (one.bounded, one.most_ns))
         steps = max((self, other), key=lambda one: (one.steps, one.step_ns))
-        return replace(loads, steps=steps.steps, step_expected_ns=steps.step_expected_ns, step_ns=steps.step_ns)
+        return Observed(
+            loads.loads,
+            loads.slices,
+            loads.load_bytes,
+            loads.load_ns,
+            bounds.bounded,
+            bounds.bounded_bytes,
+            max(one.least_ns for one in (self, other) if one.bounded == bounds.bounded),
+            bounds.most_ns,
+            steps.steps,
+            steps.step_expected_ns,
+            steps.step_ns,
+        )
 
 
 @dataclass(slots=True)
@@ -235,7 +263,7 @@ class StepReport:
     @property
     def is_empty(self) -> bool:
         """Whether nothing has ended or been measured."""
-        measured = self.observed.loads or self.observed.steps
+        measured = self.observed.loads or self.observed.bounded or self.observed.steps
         return not (self.loads or self.stores or self.puts or self.fetches or measured)
 
 

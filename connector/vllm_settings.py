@@ -180,8 +180,12 @@ class ConnectorSettings:
             if getattr(self, name) is not None and not isinstance(getattr(self, name), Path):
                 raise TypeError(f"{name} must be a path or None, got {getattr(self, name)!r}")
         self._check_server()
-        if self.staging_mib < 2 * self.window_mib:
-            raise ValueError(f"staging_mib ({self.staging_mib}) must hold two windows of {self.window_mib} MiB")
+        if self.staging_mib < 4 * self.window_mib:
+            narrower = f", or lower window_mib to {self.staging_mib // 4}" if self.staging_mib >= 4 else ""
+            raise ValueError(
+                f"staging_mib ({self.staging_mib}) must hold four windows of {self.window_mib} MiB, two each way: "
+                f"raise it to {4 * self.window_mib}{narrower}"
+            )
         if self.release is not None:
             parse_release(self.release)
         parse_order(self.order)

@@ -129,7 +129,7 @@ class WorkerLoads:
         submitted = self._executor.submit(self._submit(order))  # first of all: the copy runs beside the rest of this
         blocks = frozenset(order.blocks[0][order.skip_tokens // self._block_tokens :]) - {0}
         load = Load(order, submitted, now_ns, blocks, released=order.joins_step, reported=order.joins_step)
-        load.has_no_readers = self._observer is not None and self._observer.has_no_readers()
+        load.readers = load.readers if self._observer is None else self._observer.load_ordered()
         self.bad_blocks -= blocks - self._undrained()  # this load writes them anew
         self._loads[order.number] = load
 
@@ -245,6 +245,7 @@ class WorkerLoads:
         self._find_bypass()
         found = Polled()
         for number, load in list(self._loads.items()):
+            load.readers.look()
             submitted = load.submitted.done()  # looked at before the transfer: it can become so at any moment
             transfer = load.transfer if submitted else None
             state = transfer.state if transfer is not None else None  # read once, for the same reason
@@ -395,6 +396,5 @@ class WorkerLoads:
         num_bytes = (load.order.num_tokens - load.order.skip_tokens) * self._token_bytes
         if self._observer is not None:
             parts = [num_bytes * part.num_layers // self._num_layers for part in transfer.slices]
-            started_ns = transfer.query().started_ns if load.has_no_readers else None
-            self._observer.load_landed(parts, started_ns, landed)
+            self._observer.load_landed(parts, transfer.query().started_ns, landed, load.readers)
         count_landed(self._metrics, transfer.num_slices, num_bytes, [at - load.ordered_ns for at in landed])

@@ -7,8 +7,9 @@ A step takes what its tokens take to compute, and no less than the host takes to
 
     step = max(least, steps * profile)
 
-The longest steps tell the factor, and those that are less than half as long and take longer than it says tell the
-least. With one factor for both, short steps would make long ones look longer than they are.
+Of steps that take clearly longer than that, the longest tell the factor, and the others the least. With one factor for
+both, short steps would make long ones look longer than they are. The first that tells the least may have been held up,
+which the second shows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ CLEARLY: Final = 1.15
 """And is taken for one if it is this many times as long as expected; less is scatter."""
 _FORGETS: Final = 0.99
 """What the longest step seen counts for after one more: the device may serve other requests now."""
+HELD_UP: Final = 3.0
+"""The first step that told the least was held up if it took more than so many times as long as the second."""
 _DOWN_GAIN: Final = 0.5
 """Weight of a step that took less than what no step should."""
 SETTLED_GAIN: Final = 0.125
@@ -87,6 +90,16 @@ class Correction:
         wire = _moved(self.wire, measured_ns / profile_ns, self.wire_seen)
         return replace(self, wire=wire, wire_seen=self.wire_seen + 1)
 
+    def after_bounded_load(self, profile_ns: int, least_ns: int, most_ns: int) -> Correction:
+        """With one more load of which it is known only that it took no less and no more than so long.
+
+        It teaches nothing while what is expected lies between the two, or beyond one of them by no more than scatter.
+        """
+        expected_ns = self.wire * profile_ns
+        if expected_ns > CLEARLY * most_ns:
+            return self.after_load(profile_ns, most_ns)
+        return self.after_load(profile_ns, least_ns) if CLEARLY * expected_ns < least_ns else self
+
     def step_ns(self, profile_ns: float) -> float:
         """What a step takes for which the profile alone says `profile_ns`."""
         return max(self.least_ns, self.steps * profile_ns)
@@ -96,16 +109,21 @@ class Correction:
         if min(profile_ns, measured_ns, count) < 1:
             return self
         one_ns, took_ns = profile_ns / count, measured_ns / count
-        computed_ns, expected_ns = self.steps * one_ns, self.step_ns(one_ns)
+        expected_ns = self.step_ns(one_ns)
         longest_ns = max(one_ns, _FORGETS * self.longest_ns)
-        is_launch = computed_ns < self.least_ns
-        if is_launch or (took_ns > CLEARLY * expected_ns and one_ns < SHORT * longest_ns):
-            known_ns = self.least_ns if self.least_seen else expected_ns  # once known, it alone is what moves
-            gain = _DOWN_GAIN if took_ns < known_ns else _gain(self.least_seen)
-            least_ns = _towards(known_ns, took_ns, gain)
+        is_slow = took_ns > CLEARLY * expected_ns
+        if one_ns < SHORT * longest_ns if is_slow else self.steps * one_ns < self.least_ns:
+            least_ns = self._least_after(took_ns, expected_ns)
             return replace(self, least_ns=least_ns, least_seen=self.least_seen + 1, longest_ns=longest_ns)
         steps = _moved(self.steps, took_ns / one_ns, self.steps_seen)
         return replace(self, steps=steps, steps_seen=self.steps_seen + 1, longest_ns=longest_ns)
+
+    def _least_after(self, took_ns: float, expected_ns: float) -> float:
+        """The least with one more step that tells it; once known, it alone is what moves."""
+        if self.least_seen == 1 and HELD_UP * took_ns < self.least_ns:
+            return took_ns
+        known_ns = self.least_ns if self.least_seen else expected_ns
+        return _towards(known_ns, took_ns, _DOWN_GAIN if took_ns < known_ns else _gain(self.least_seen))
 
 
 def time_on_link(

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.mover import Mover, RankPlace
+from lamella.connector.mover import Mover, RankPlace, settings_named
 from lamella.connector.objects import Objects
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.slots import SlotMemory
@@ -35,9 +35,10 @@ class ServerBackEnd:
         Raises:
             ValueError: no server in the folder.
             RefusedError, OSError: it refuses this rank, or its memory cannot be mapped.
+            MemoryError: no room for the staging ring.
         """
         folder = _folder(place.settings)
-        with _explained(folder):
+        with _explained(folder), settings_named(place.settings):
             return EngineMover(folder, place)
 
 

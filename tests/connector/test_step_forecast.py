@@ -15,7 +15,7 @@ from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.release_look import may_run
 from lamella.connector.step_forecast import StepForecast
-from lamella.connector.step_orders import Ended, LoadPlan, Observed, StepOrders
+from lamella.connector.step_orders import Ended, LoadPlan, Observed, StepOrders, StepReport
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.transfer import CopyMethod, Progress, SliceTimes, TransferState
 from lamella.reference.geometry import ObjectForm
@@ -171,3 +171,17 @@ def test_auto_and_jit_forecast_the_same() -> None:
         assert plan.load_ns == pytest.approx(planned.load_ns, rel=0.05)  # auto's slices may be wider
         auto.forget("a")
         auto.load_ended(0)
+
+
+@pytest.mark.parametrize("times", [1 / 4, 1.0, 4.0])
+def test_loads_in_one_slice_behind_a_device_that_always_computes_put_the_link_right(times: float) -> None:
+    """Of each is known that it took the link's time and at most a step of 20 ms more."""
+    forecast = StepForecast(JIT, FACTS)
+    policy, tokens = forecast.policy, 15_360
+    took_ns = round(policy.wire_ns(tokens) * times) + policy.slice_ns
+    for _ in range(60):
+        seen = Observed().with_bounded_load(tokens * FACTS.token_bytes, took_ns - 5 * MS, took_ns + 15 * MS)
+        assert not StepReport(observed=seen).is_empty
+        forecast.observed(seen)
+    within = [(took_ns + more_ns) / policy.wire_ns(tokens) for more_ns in (-5 * MS, 15 * MS)]
+    assert forecast.correction.wire == pytest.approx(sorted((1.0, *within))[1], rel=0.2)

@@ -79,7 +79,7 @@ def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
         ({"use_layerwise": 1}, TypeError, "use_layerwise must be true or false"),
         ({"full_graphs": "yes"}, ValueError, "full_graphs must be one of never, before, inside"),
         ({"object_form": "blob"}, ValueError, "object_form must be one of"),
-        ({"staging_mib": 8, "window_mib": 8}, ValueError, "must hold two windows"),
+        ({"staging_mib": 8, "window_mib": 8}, ValueError, "raise it to 32, or lower window_mib to 2"),
         ({"carrier": "pigeon"}, ValueError, "carrier must be event or value"),
         ({"file_tier": ""}, ValueError, "file_tier must be a folder, got an empty name; leave it out for none"),
         ({"server": " "}, ValueError, "server must be a folder, got an empty name; leave it out for none"),

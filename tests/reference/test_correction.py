@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import random
 from bisect import bisect_left
 from itertools import accumulate, pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamella.reference.correction import (
+    CLEARLY,
     CORRECTION_RANGE,
     FIRST_PROBE,
+    HELD_UP,
     LARGEST_JUMP,
     MOST_BETWEEN_PROBES,
     Correction,
@@ -48,6 +51,33 @@ def test_any_wrong_belief_settles_at_the_truth_without_swinging(truth: float, be
     assert factors[-1] == pytest.approx(truth, rel=0.01)
 
 
+@given(TRUTHS, TRUTHS, st.integers(0, 100), st.floats(0, 1), st.floats(1, 4))
+def test_a_load_of_which_bounds_are_known_moves_a_belief_that_breaks_one_clearly_and_never_beyond(
+    believed: float, truth: float, seen: int, least: float, most: float
+) -> None:
+    before = Correction(wire=believed, wire_seen=seen)
+    least_ns, most_ns = round(PROFILE_NS * truth * least), round(PROFILE_NS * truth * most)
+    after_it = before.after_bounded_load(PROFILE_NS, least_ns, most_ns)
+    if least_ns <= believed * PROFILE_NS <= most_ns:
+        assert after_it is before
+    for bound, is_broken in ((most_ns, believed > 1.2 * truth * most), (least_ns, 1.2 * believed < truth * least)):
+        if is_broken:
+            was, now = believed - bound / PROFILE_NS, after_it.wire - bound / PROFILE_NS
+            assert abs(now) < abs(was)
+            assert now * was >= -1e-6
+
+
+@pytest.mark.parametrize("believed", [1 / 8, 1 / 2, 2.0, 8.0])
+def test_loads_behind_readers_bring_a_wrong_belief_to_where_it_does_no_harm(believed: float) -> None:
+    """One slice a load, each behind a step of 30 ms that is found to have ended within 10 ms, on a link of 100 ms."""
+    chance, correction = random.Random(0), Correction(wire=believed, wire_seen=20)
+    for _ in range(100):
+        waited, looked = chance.uniform(0, 30), chance.uniform(0, 10)
+        took = 100 * chance.uniform(0.95, 1.05)
+        correction = correction.after_bounded_load(100 * MS, round((took - looked) * MS), round((took + waited) * MS))
+    assert 0.75 < correction.wire < 1.35
+
+
 STEPS = st.builds(
     Correction,
     steps=TRUTHS,
@@ -70,18 +100,22 @@ def test_a_step_moves_what_is_taken_of_its_like_towards_it_and_never_beyond(
     assert now * was >= -1e-6 * took_ns * abs(was) or clipped
 
 
+@example(least_ms=12.5, factor=3.0, sizes_ms=[3.0, 3.0, 5.0])
 @given(
     least_ms=st.one_of(st.just(0.0), st.floats(1, 60)),
     factor=st.floats(0.3, 3),
     sizes_ms=st.lists(st.floats(2, 100), min_size=1, max_size=4),
 )
 def test_steps_of_several_sizes_are_each_foreseen(least_ms: float, factor: float, sizes_ms: list[float]) -> None:
-    """A step takes what its tokens take, and no less than its launch: of whatever sizes, both are found."""
+    """A step takes what its tokens take, and no less than its launch: of whatever sizes, both are found.
+
+    Without any scatter a launch could stay within what is taken for scatter, and go into the factor for good.
+    """
     truths = [(round(ms * 1e6), max(least_ms, factor * ms) * 1e6) for ms in sizes_ms]
-    correction = Correction()
-    for turn in range(240):
+    chance, correction = random.Random(0), Correction()
+    for turn in range(360):
         profile_ns, took_ns = truths[turn % len(truths)]
-        correction = correction.after_steps(profile_ns, round(took_ns))
+        correction = correction.after_steps(profile_ns, round(took_ns * chance.gauss(1, 0.04)))
     for profile_ns, took_ns in truths:
         assert correction.step_ns(profile_ns) == pytest.approx(took_ns, rel=0.2)
 
@@ -112,6 +146,42 @@ def test_hiccups_spoil_no_more_with_a_least_time_than_with_a_factor_alone(seed: 
     wrong.sort()
     assert wrong[len(wrong) // 2] < 1.1
     assert wrong[round(0.97 * len(wrong))] < 1.35  # up to 2 where it moved from a long step's time
+
+
+@given(
+    launch_ms=st.floats(1, 30),
+    long_ms=st.floats(60, 100),
+    short_ms=st.floats(5, 40),
+    next_ms=st.floats(5, 100),
+    hiccup=st.floats(2, 30),
+)
+def test_a_hiccup_before_any_least_is_known_is_found_out_by_the_next_step(
+    launch_ms: float, long_ms: float, short_ms: float, next_ms: float, hiccup: float
+) -> None:
+    def truth_ns(ms: float) -> int:
+        return round(max(launch_ms, ms) * MS)
+
+    def seen(correction: Correction, ms: float, times: float = 1) -> Correction:
+        return correction.after_steps(round(ms * MS), round(truth_ns(ms) * times))
+
+    correction = seen(seen(seen(Correction(), long_ms), short_ms, hiccup), next_ms)
+    least_ns = math.sqrt(HELD_UP) * truth_ns(next_ms)  # a hiccup that is too small to be told is halved, in proportion
+    for ms in (1, short_ms, next_ms, long_ms):
+        assert correction.step_ns(ms * MS) <= CLEARLY * max(truth_ns(ms), least_ns)
+
+
+@pytest.mark.parametrize("often", [0.05, 0.17, 0.5])
+@pytest.mark.parametrize(("short_ms", "long_ms", "launch_ms"), [(16, 40, 40), (50, 120, 80), (8, 72, 40)])
+def test_long_steps_of_a_device_that_becomes_slower_for_good_are_found_behind_the_least(
+    short_ms: float, long_ms: float, launch_ms: float, often: float
+) -> None:
+    """What bounded all but the longest steps bounds none of them any more."""
+    chance, correction = random.Random(0), Correction()
+    for number in range(900):
+        profile_ms = long_ms if chance.random() < often else short_ms
+        truth_ms = max(launch_ms, profile_ms) if number < 200 else 3 * profile_ms
+        correction = correction.after_steps(round(profile_ms * MS), round(truth_ms * MS))
+    assert correction.step_ns(long_ms * MS) == pytest.approx(3 * long_ms * MS, rel=0.1)
 
 
 def test_what_was_learned_of_short_steps_alone_gives_way_to_long_ones() -> None:
