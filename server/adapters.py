@@ -110,7 +110,7 @@ class SlotMappedClient(_WholeLoads):
             ValueError: as `load_kv`.
         """
         keys = self.keys(token_ids, salt)
-        first = offset // self.chunk_tokens
+        first = min(offset // self.chunk_tokens, len(keys))
         whole = len(keys) * self.chunk_tokens
         blocks = self._blocks(token_ids[:whole], slot_mapping[:whole], 0)
         numbers = set(self.worker.store("store", keys, (tuple(blocks),), first))

@@ -22,7 +22,7 @@ from lamella.cuda_ext.slots import SharedSlots, SlotShape
 from lamella.reference.keys import ChunkKey
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.endpoint import AliveMark, check_folder
-from lamella.server.frames import RefusedError, pack_prefixes
+from lamella.server.frames import RefusedError, allocation, pack_prefixes
 from lamella.server.protocol import (
     Abort,
     Ended,
@@ -74,21 +74,6 @@ class Epoch:
         if pool is None:
             return None
         return SharedSlots(Path(pool.path), SlotShape(pool.object_bytes, pool.num_slots, pool.target_piece_bytes))
-
-
-def allocation(session: int, keys: Sequence[ChunkKey], first_chunk: int, rank: int) -> Store:
-    """The message that asks for slots.
-
-    Args:
-        session: of the one who asks.
-        keys: of the sequence's chunks from chunk 0 on.
-        first_chunk: the first that is to be stored.
-        rank: for whom; `EVERY_RANK`: for all that lack something.
-    """
-    wanted = keys[first_chunk:]
-    after, last = keys[first_chunk - 1].prefix if first_chunk else b"", wanted[-1].num_tokens if wanted else 0
-    named = pack_prefixes(wanted), last, first_chunk, after
-    return Store(session, Phase.ALLOCATE, 0, *named, rank, "", (), 0, 0, -1, None)
 
 
 class CacheSession:

@@ -20,9 +20,9 @@ from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_orders import BlockTables, FetchOrder, LoadOrder, StepReport, StoreOrder
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.reference.keys import ChunkKey
-from lamella.server.client import MISS, CacheSession, Epoch, allocation
+from lamella.server.client import MISS, CacheSession, Epoch
 from lamella.server.connection import Connection, ServerLostError
-from lamella.server.frames import RefusedError, pack_prefixes
+from lamella.server.frames import RefusedError, allocation, pack_prefixes
 from lamella.server.moves import Line
 from lamella.server.protocol import (
     Abort,

@@ -11,7 +11,7 @@ import msgspec
 
 import lamella
 from lamella.reference.keys import ChunkKey
-from lamella.server.protocol import KIND_OF, PROTOCOL, Message, Refusal
+from lamella.server.protocol import KIND_OF, PROTOCOL, Message, Phase, Refusal, Store
 from lamella.server.wire import (
     ERROR,
     HEADER,
@@ -150,6 +150,26 @@ def pack_prefixes(keys: Sequence[ChunkKey]) -> bytes:
     if len(sizes) > 1 or (sizes and keys[-1].num_tokens > min(sizes)):
         raise ValueError(f"only a sequence's last chunk can be shorter, got {[key.num_tokens for key in keys]}")
     return b"".join([key.prefix for key in keys])
+
+
+def allocation(session: int, keys: Sequence[ChunkKey], first_chunk: int, rank: int) -> Store:
+    """The message that asks for slots.
+
+    Args:
+        session: of the one who asks.
+        keys: of the sequence's chunks from chunk 0 on.
+        first_chunk: the first that is to be stored.
+        rank: for whom; `EVERY_RANK`: for all that lack something.
+
+    Raises:
+        ValueError: a first chunk that is not among them.
+    """
+    if not 0 <= first_chunk <= len(keys):
+        raise ValueError(f"first_chunk must be between 0 and {len(keys)}, the sequence's chunks, got {first_chunk}")
+    wanted = keys[first_chunk:]
+    after, last = keys[first_chunk - 1].prefix if first_chunk else b"", wanted[-1].num_tokens if wanted else 0
+    named = pack_prefixes(wanted), last, first_chunk, after
+    return Store(session, Phase.ALLOCATE, 0, *named, rank, "", (), 0, 0, -1, None)
 
 
 def unpack_keys(space: bytes, prefixes: bytes, chunk_tokens: int, last_tokens: int) -> tuple[ChunkKey, ...]:

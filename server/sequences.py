@@ -148,8 +148,11 @@ def allocate(
         chunk_tokens: of a full chunk.
         rank: for whom; `EVERY_RANK`: for all that lack something.
         take_number: a number for each order.
+
+    Raises:
+        ValueError: a first chunk that is not among them.
     """
-    if len(keys) <= first_chunk:
+    if len(keys) == first_chunk:
         return []
     try:
         epoch = session.epoch  # before the first slot is given, which is good in this one's memory alone

@@ -278,6 +278,9 @@ class Worker:
             keys: of the sequence's chunks from chunk 0 on, in rank 0's key space.
             blocks: block tables of the sequence from its first token on.
             first_chunk: the first to store; it and those behind it are whole in their blocks by then.
+
+        Raises:
+            ValueError: a first chunk that is not among them.
         """
         orders = self.allocate(request, keys, blocks, first_chunk, self.rank)
         for order in orders:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from lamella.server.client import allocation
+from lamella.server.frames import allocation
 from lamella.server.wire import EVERY_RANK, Code
 from server_driver import Bench, Client, keys_of, refused, space_of
 
@@ -109,6 +109,12 @@ def test_a_store_that_does_not_say_what_comes_before_is_refused_and_takes_nothin
         ):
             bench.ask(message)
         assert bench.occupancy() == (4, 0, 0, 0)
+
+
+@pytest.mark.parametrize("first", [-1, 3])
+def test_a_first_chunk_that_the_sequence_does_not_have_is_refused_before_anything_is_sent(first: int) -> None:
+    with pytest.raises(ValueError, match=f"first_chunk must be between 0 and 2, the sequence's chunks, got {first}"):
+        allocation(1, keys_of(1, 2), first, EVERY_RANK)
 
 
 def test_chunks_that_would_come_behind_themselves_are_refused_and_keep_no_slot(tmp_path: Path) -> None:

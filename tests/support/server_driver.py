@@ -23,9 +23,9 @@ import lamella
 from lamella.reference.geometry import KVGeometry, ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.layout import ObjectLayout
-from lamella.server.client import CacheSession, allocation
+from lamella.server.client import CacheSession
 from lamella.server.connection import Connection
-from lamella.server.frames import RefusedError, Request, pack_prefixes
+from lamella.server.frames import RefusedError, Request, allocation, pack_prefixes
 from lamella.server.handlers import Peer
 from lamella.server.mover import Movement
 from lamella.server.protocol import (
