@@ -13,7 +13,7 @@ SHELL := /bin/bash
 ENV := .venv-wheel
 DEV := .venv
 WINDOWS := $(addprefix tests/with_vllm/test_,windows.py windows_of_hits.py)
-AHEAD := $(WINDOWS) $(addprefix tests/with_vllm/test_,safety.py refusals.py exactness.py)
+AHEAD := $(WINDOWS) $(addprefix tests/with_vllm/test_,safety.py refusals.py exactness.py drafts.py)
 .DEFAULT_GOAL := help
 .PHONY: help prepare demo test test-slow test-vllm lint dev native clean
 

@@ -8,34 +8,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import GRAPHS, HIT, OWN
-from with_vllm.tiny_engine import prompt
+from with_vllm.tiny_engine import ON_GPU, PLAIN_STEPS, prompt
 
-pytestmark = pytest.mark.skipif(
-    find_spec("numba") is None, reason="vLLM finds n-grams by numba, which is not installed here"
-)
+METHOD = "ngram" if PLAIN_STEPS and find_spec("numba") is not None else "ngram_gpu"
+"""The first finds drafts on the host, by numba, and vLLM does not schedule ahead with it; the second by torch."""
 P = prompt(HIT + OWN)  # most tokens of an answer are somewhere in it, and draft what follows there
 NEW = 24
 
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama: Path) -> Iterator[LiveEngine]:
-    live = LiveEngine(
-        tiny_llama,
-        {**GRAPHS, "layers_per_slice": 1, "host_pool_gib": 0.1, "chunk_tokens": 64, "load_timeout_s": 300},
-        paced=True,
-        num_gpu_blocks_override=40,
-        speculative_config={
-            "method": "ngram",
-            "num_speculative_tokens": 3,
-            "prompt_lookup_min": 1,
-            "prompt_lookup_max": 2,
-        },
-    )
-    yield live
-    live.close()
+    with pytest.MonkeyPatch.context() as patch:
+        if not ON_GPU:
+            zeros = torch.zeros  # there is no other memory than the host's
+            patch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
+            patch.setattr("torch._dynamo.config.disable", True)  # half a minute of compiling, for a few comparisons
+        live = LiveEngine(
+            tiny_llama,
+            {**GRAPHS, "layers_per_slice": 1, "host_pool_gib": 0.1, "chunk_tokens": 64, "load_timeout_s": 300},
+            paced=True,
+            num_gpu_blocks_override=40,
+            speculative_config={
+                "method": METHOD,
+                "num_speculative_tokens": 3,
+                "prompt_lookup_min": 1,
+                "prompt_lookup_max": 2,
+            },
+        )
+        yield live
+        live.close()
 
 
 def test_what_was_loaded_answers_right_while_drafts_are_verified(
