@@ -168,11 +168,16 @@ class ConcurrencyEngine:
         self.switch(None, cell)
         for number in missing:
             tokens = [*self.prompts.document(number), *self.prompts.alphabet[:8]]
-            serve(self, [Request(f"fill{self._settles}.{number}", tokens, 1)], 1)
+            serve(self, [Request(f"fill{self._settles}.{number}", tokens, self._fill_output)], 1)
         self.settle()
         if lost := self.documents.filled(missing, cell):
             raise RuntimeError(f"documents {lost} are not in the host pool of {self.facts()['host_pool_bytes']} bytes")
         return time.perf_counter() - begin
+
+    @property
+    def _fill_output(self) -> int:
+        """Tokens of a document's answer. Peers store a step's blocks in a later step of the same request or never."""
+        return 1 if self.peer is None else 4
 
     def reset(self, cell: Cell, ballast: bool = True) -> None:
         """The engine's prefix cache is empty, and no more blocks are free than the cell needs and one request more.

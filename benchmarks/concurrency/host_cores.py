@@ -26,6 +26,8 @@ SLOW_CORE: Final = 1.2
 MOST_CHOICES: Final = 6
 CHOOSING_S: Final = 1.0
 """Before a repeat slow cores are given up at most so often, and no choice begins later than that."""
+PAUSE_S: Final = 0.1
+"""Between two choices: at times no core is quick, and some are again within a second."""
 
 
 def physical_cores(allowed: Sequence[int], sys_folder: Path = Path("/sys")) -> list[tuple[int, ...]]:
@@ -190,7 +192,7 @@ class EngineCores:
         ranks: calls a method of every `rank.Rank`, by name; replies in rank order.
         part, parts: which of several engines side by side this is.
         wanted: false where nothing is to be done.
-        clock: seconds.
+        clock, sleep: seconds.
     """
 
     def __init__(
@@ -200,8 +202,9 @@ class EngineCores:
         parts: int,
         wanted: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._clock = clock
+        self._clock, self._sleep = clock, sleep
         self._ranks: Callable[..., list[Any]] | None = None
         self._quickest_us = math.inf
         self.chosen_anew = 0
@@ -253,12 +256,19 @@ class EngineCores:
             limit_us = SLOW_CORE * self._quickest_us
             if max(seen[-1], default=0.0) <= limit_us:
                 break
+            if len(seen) > 1:
+                self._sleep(PAUSE_S)
             self.chosen_anew += 1
             if self._ranks is not None:
                 self._ranks("give_up_slow_core", limit_us)
             self._own.give_up_slow(limit_us)
             seen.append(self.look())
         return seen
+
+    def probes_us(self) -> dict[str, int]:
+        """How long the probe took on each core of this process when it last chose; see `HostCores.facts`."""
+        found: dict[str, int] = self._own.facts()["probe_us"]
+        return found
 
     def shared(self) -> AbstractContextManager[None]:
         """As `HostCores.shared`, in this process; a rank does so itself."""

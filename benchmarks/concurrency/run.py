@@ -128,7 +128,11 @@ def run_repeat(engine: Any, cell: Cell, arm: Arm, repeat: int, tag: str) -> dict
         "window_us": round((until_ns - begin_ns) / 1e3),
         "switch_ms": round(engine.switch_ms, 1),
         "probe_us": probes,
-        "choosing": {"looks_us": looks, "ms": round(choosing_ns / 1e6, 1)},
+        "choosing": {
+            "looks_us": looks,
+            "ms": round(choosing_ns / 1e6, 1),
+            "last_probes_us": engine.cores.probes_us() if len(looks) > 1 else {},
+        },
         "requests": [
             request_row(one, begin_ns, loads.get(one.name, {}), engine.cached.get(one.name, 0)) for one in served
         ],

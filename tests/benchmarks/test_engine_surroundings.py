@@ -15,6 +15,7 @@ from concurrency.graph_choice import GraphChoice, usual_sizes
 from concurrency.host_cores import (
     CHOOSING_S,
     MOST_CHOICES,
+    PAUSE_S,
     EngineCores,
     HostCores,
     cores_of_node,
@@ -239,11 +240,13 @@ class Cores:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, look_s: float = 0.001) -> None:
         workers = Executor("cuda:0", "cuda:1")
         self.now_s, self.chosen = 0.0, list[str]()
-        self.cores = EngineCores(Ranks(workers), 0, 1, clock=lambda: self.now_s)
+        self.cores = EngineCores(Ranks(workers), 0, 1, clock=lambda: self.now_s, sleep=self.sleep)
         self.takes = {"own": 700.0, "rank 0": 702.0, "rank 1": 690.0}
         self.to_come: dict[str, list[float]] = {name: [] for name in self.takes}
         names = {id(self.cores._own): "own"}
         names |= {id(one.__dict__["_concurrency_rank"]._cores): f"rank {one.rank}" for one in workers.workers}
+
+        self.slept = 0
 
         def look(one: HostCores) -> float:
             self.now_s += look_s
@@ -260,6 +263,10 @@ class Cores:
         monkeypatch.setattr(HostCores, "look", look)
         monkeypatch.setattr(HostCores, "choose", choose)
 
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+        self.slept += 1
+
 
 @pytest.mark.usefixtures("on_two_nodes")
 def test_before_a_repeat_every_process_is_looked_at_and_those_with_slow_cores_choose_until_none_is(
@@ -275,6 +282,7 @@ def test_before_a_repeat_every_process_is_looked_at_and_those_with_slow_cores_ch
     looks = cores.keep_quick()
     assert looks == [[700.0, 702.0, us] for us in (1300.0, 1290.0, 900.0, 695.0)]
     assert machine.chosen == ["rank 1"] * 3, "the others keep their quick cores, and quick is enough"
+    assert machine.slept == 2, "between two choices, and no longer than there is need for it"
     assert cores.chosen_anew == 3
     assert cores.look() == looks[-1]
     assert len(machine.chosen) == 3, "to look is not to choose"
@@ -290,8 +298,9 @@ def test_where_no_core_is_quick_choosing_ends_after_so_many_times_or_so_long(mon
     machine.cores.look()
     machine.takes["own"] = 1300.0
     looks = machine.cores.keep_quick()
-    assert looks == [[1300.0, 702.0, 690.0]] * (1 + MOST_CHOICES)
-    assert machine.chosen == ["own"] * MOST_CHOICES
+    assert looks == [[1300.0, 702.0, 690.0]] * len(looks)
+    assert machine.chosen == ["own"] * (len(looks) - 1)
+    assert 2 * (0.1 + PAUSE_S) < CHOOSING_S < machine.now_s < CHOOSING_S + 0.1 + PAUSE_S
     for look_s in (0.2, CHOOSING_S):
         slow = Cores(monkeypatch, look_s)
         slow.cores.look()
@@ -300,6 +309,8 @@ def test_where_no_core_is_quick_choosing_ends_after_so_many_times_or_so_long(mon
         looks = slow.cores.keep_quick()
         assert slow.now_s - begin_s <= CHOOSING_S + 3 * (look_s + 0.1), "what began in time ends"
         assert len(looks) == (2 if look_s == 0.2 else 1)
+    monkeypatch.setattr("concurrency.host_cores.CHOOSING_S", 1e9)
+    assert len(slow.cores.keep_quick()) == 1 + MOST_CHOICES
 
 
 def test_a_look_is_the_shortest_probe_of_the_core_that_a_thread_has(two_cores: list[int]) -> None:

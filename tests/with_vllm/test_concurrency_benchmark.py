@@ -72,14 +72,26 @@ def test_every_hit_comes_from_the_pool_and_every_request_has_all_its_times(rows:
 
 def test_what_an_arm_leaves_on_does_not_reach_the_next(tmp_path: Path) -> None:
     out = tmp_path / "run.jsonl"
-    run(out, "--cells", "extra", "--only", "misses,tier20", "--arms", "fifo_first", "--repeats", "1")
-    again = run(out, "--cells", "extra", "--only", "misses,tier20", "--arms", "fifo_first", "--repeats", "1")
+    options = (
+        "--cells",
+        "extra+beside",
+        "--only",
+        "misses,tier20,c1_hit15360_new768_chunk256_beside",
+        "--repeats",
+        "1",
+    )
+    options += ("--arms", "fifo_first,fifo_beside")
+    run(out, *options)
+    again = run(out, *options)
     repeats = [row for row in again if row["kind"] == "repeat"]
-    assert len(repeats) == 2 * 2, "a second call found everything done"
+    beside = [row["arm"] for row in repeats if row["cell"]["name"].endswith("beside")]
+    assert sorted(beside) == ["chunk_bounded", "chunk_bounded", "fifo_beside", "fifo_first"]
+    assert len(repeats) == 2 * 2 + 4, "a second call found everything done"
     assert not [row for row in repeats if figures().is_flawed(row)]
     stored = [row["counters"].get("stored_tokens", 0) for row in repeats if row["cell"]["stores"]]
     assert min(stored) > 0
     assert not any(row["counters"].get("stored_tokens") for row in repeats if not row["cell"]["stores"])
+    assert all(row["choosing"]["looks_us"] == [[]] for row in repeats), "no cores are chosen beside other work"
 
 
 def test_two_ranks_answer_as_recomputation_does_and_every_layer_counts_from_the_slower(tmp_path: Path) -> None:
