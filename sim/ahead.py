@@ -11,7 +11,8 @@ from its first request on the engine always has one that is not handed out.
 
 The device runs the layers of the passes in their order, each as soon as it is launched. Where a released load is still
 landing the host waits at its layers, so a step takes the longer of launching, computing and landing, layer by layer; a
-step that replays one graph waits in front of it for all of them.
+step that replays one graph waits in front of it for all of them. A load itself begins when the device has computed all
+that was launched before it, which may still read the blocks that the load writes (XFER-3).
 
 Source: vLLM 0.26, `v1/engine/core.py` (`step_with_batch_queue`); the connector's own order of calls.
 """
@@ -143,7 +144,7 @@ class AheadEngine(Engine):
         job.submitted_ns = job.ready_ns = self._clock.now_ns
         if job.due:
             job.released_ns = job.ready_ns
-        self._loads.start(job)
+        self._loads.start(job, self._device_ns)
 
     def _land(self, job: Job, part: int) -> None:
         super()._land(job, part)

@@ -227,7 +227,8 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
 
     Its scheduler hears of a worker's look a pass late, so it releases by forecast itself, at each hand-out. What it
     knows is what the connector's scheduler side knows: of a step, when it was made and handed out; of a load, how long
-    it was taken to be and, with the hand-out of the pass whose look saw it, that it has ended.
+    it was taken to be and, with the hand-out of the pass whose look saw it, that it has ended. A pass that computed
+    nothing, saw nothing and was asked for nothing has no hand-out for it. Source: vLLM 0.26, `kv_connector_no_forward`.
     """
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
@@ -237,6 +238,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         self._let_run_ns: dict[int, int] = {}  # by who has been let run and is in no step yet: his first step
         self._ended: list[tuple[Job, int, int]] = []  # landed since the last look
         self._told: dict[Pass, list[tuple[Job, int, int]]] = {}  # by the pass whose look saw it
+        self._asked: set[Pass] = set()  # whose report is asked for: somebody was parked when they were made
 
     def _planned(self, job: Job, decision: Decision) -> None:
         if decision.arm is not Arm.SYNC:
@@ -249,7 +251,10 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         super()._submit(job)
 
     def _settled(self, job: Job) -> Correction:
-        """What such requests have taught an engine that serves for a while: of steps and loads beside each other."""
+        """What such requests have taught an engine that serves for a while: of steps and loads beside each other.
+
+        And of others, shorter, what launching takes at least.
+        """
         policy, load = self._policy, job.request.load
         prefill = job.request.cached_tokens, self._scheduler.first_chunk_tokens(job)
         step_ns = sum(self._compute.step_layers_ns([prefill], 0, 0)) * self._overheads.beside_permille // WHOLE
@@ -258,7 +263,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         seen = Correction()
         for _ in range(SEEN):
             seen = seen.after_load(wire_ns, bytes_ns).after_steps(prefill_ns, step_ns)
-        return seen
+        return replace(seen, least_ns=float(self._overheads.least_step_ns), least_seen=SEEN)
 
     # ---- what the scheduler side sees
 
@@ -269,6 +274,8 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
             profile_ns = self._policy.step_ns(prefills, made.decode_batch, made.context_tokens)
             lasts_ns = round(self.correction.step_ns(profile_ns))
         self._device.step_made(made.made_ns, lasts_ns, prefills=bool(made.taken))
+        if self._parked:
+            self._asked.add(made)
         super()._begin_pass(made)
 
     def _load_ended(self, job: Job, num_bytes: int, took_ns: int) -> None:
@@ -284,12 +291,16 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         made.reported = [job for job in made.reported if job.sequence in self._scheduler.waiting]  # each once
         for job in made.reported:
             self._let_run(job)
-        for job, num_bytes, took_ns in self._told.pop(made, ()):
+        told = self._told.pop(made, ())
+        for job, num_bytes, took_ns in told:
             self._parked.pop(job.sequence, None)  # nothing is left to forecast
             super()._load_ended(job, num_bytes, took_ns)
-        self._device.handed_out(self._clock.now_ns)
+        says_nothing = not (made.num_tokens or made.reported or told or made in self._asked)
+        self._asked.discard(made)
         super()._hand_out(made, last)
-        self._release_by_forecast()
+        if not says_nothing:  # else the connector is not called
+            self._device.handed_out(self._clock.now_ns)
+            self._release_by_forecast()
 
     def _let_run(self, job: Job) -> None:
         """The job joins the pass that is made next."""

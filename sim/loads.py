@@ -49,6 +49,7 @@ class Loads:
         self._first_slice_ns = hardware.first_slice_ns
         self._layers_needed = release.layers_needed(num_layers)
         self._gates: dict[tuple[int, ...], list[Slice]] = {}  # by slice widths; a replay has a few
+        self._held: dict[Transfer, int] = {}  # started, and when each may begin
 
     def submit(self, job: Job, on_landed: OnLanded) -> None:
         """The job's load is on its way; `on_landed(part)` is called with each slice, in order."""
@@ -70,19 +71,27 @@ class Loads:
             job.request = job.request._replace(fault=None)  # a load that is sent again after a preemption is sound
         job.transfer = Transfer(job.submission(now), load, on_landed)
 
-    def start(self, job: Job) -> None:
-        """What was prepared is on its way."""
+    def start(self, job: Job, device_ns: int = 0) -> None:
+        """What was prepared is on its way.
+
+        Args:
+            job: whose.
+            device_ns: until then the device computes what it was given before; nothing is written sooner (XFER-3).
+        """
         transfer, now = job.transfer, self._clock.now_ns
         assert transfer is not None, "only a load that was prepared can start"
         if job.request.tier:
             reader = self._tiers[job.request.tier]
             reader.fetch(transfer, partial(self._carrier.offer, transfer))
-        if self._first_slice_ns:
-            self._clock.at(now + self._first_slice_ns, Phase.HAPPEN, lambda: self._put(transfer))
+        begins_ns = max(now + self._first_slice_ns, device_ns)
+        if begins_ns > now:
+            self._held[transfer] = begins_ns
+            self._clock.at(begins_ns, Phase.HAPPEN, lambda: self._put(transfer))
         else:
             self._carrier.submit(transfer)
 
     def _put(self, transfer: Transfer) -> None:
+        del self._held[transfer]
         if not transfer.cancelled:
             self._carrier.submit(transfer)
 
@@ -121,8 +130,12 @@ class Loads:
 
     @property
     def ahead_ns(self) -> int:
-        """For how long the link has something to carry, if nothing else is submitted."""
-        return self._carrier.ahead_ns()
+        """Until the link has carried all that was started, if nothing else is."""
+        now = self._clock.now_ns
+        end_ns = now + self._carrier.ahead_ns()
+        for transfer, begins_ns in self._held.items():
+            end_ns = max(end_ns, begins_ns) + sum(transfer.load.slice_ns)
+        return end_ns - now
 
     def last_rank(self, job: Job) -> int:
         """Which rank brought the last slice last."""

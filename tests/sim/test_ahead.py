@@ -19,7 +19,7 @@ from lamella.sim.overheads import Overheads
 from lamella.sim.requests import Job, Request
 from lamella.sim.settings import EngineSettings, StepsWait, SubmitAt
 from lamella.sim.world import World
-from rich_world import Ahead, LinearCompute, broken_law, load_of, random_ahead, random_overheads
+from rich_world import LAYERS, Ahead, LinearCompute, broken_law, load_of, random_ahead, random_overheads
 
 WORLDS = 800
 BUDGET = 10_000
@@ -133,6 +133,17 @@ def test_loads_that_follow_a_forward_begin_behind_its_launch() -> None:
         world = run(Ahead(overheads), (0, busy), (60, load), submit_at=submit_at)
         looks = [step.polled_ns for step in world.steps if step.polled_ns >= 60]
         assert world.records[1].submitted_ns == looks[0] + begins
+
+
+def test_a_load_begins_when_the_device_has_computed_what_was_launched_before_it() -> None:
+    """A prefill launched at 0 .. 20 and computed at 5 .. 405; it asks at 20. On an idle device it begins at once."""
+    overheads = Overheads(prefill_launch_ns=20, captured_tokens=1, idle_ns=10)
+    for new, comes, asks, begins in ((10, 15, 20, 405), (1, 75, 75, 75)):
+        load = Request(8, 1, load=load_of(400))
+        world = run(Ahead(overheads), (0, Request(0, new)), (comes, load))
+        assert world.records[1].submitted_ns == asks
+        assert min(row.begin_ns for row in world.slices) == begins
+        assert [row.end_ns - row.begin_ns for row in world.slices] == [100] * LAYERS
 
 
 def test_times_scatter_by_seed_around_the_same_mean() -> None:
@@ -311,6 +322,11 @@ def a_graph_is_launched_layer_by_layer(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AheadEngine, "_begin_pass", wrong)
 
 
+def a_load_writes_beside_what_may_read_its_blocks(patch: pytest.MonkeyPatch) -> None:
+    start = Loads.start
+    patch.setattr(Loads, "start", lambda self, job, device_ns: start(self, job))
+
+
 def joining_is_free(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Overheads, "joining_ns", lambda self, tokens: 0)
 
@@ -329,6 +345,7 @@ WRONG = [
     the_link_is_never_busy,
     every_step_waits_whatever_is_asked,
     a_graph_is_launched_layer_by_layer,
+    a_load_writes_beside_what_may_read_its_blocks,
 ]
 
 

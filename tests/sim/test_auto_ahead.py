@@ -168,11 +168,9 @@ def test_a_bare_engine_has_no_lag_and_releases_at_its_polls() -> None:
         views.clear()
 
 
-@pytest.mark.parametrize("tier_bytes_per_s", [None, 20_000_000_000, 5_000_000_000])
-def test_it_begins_with_what_its_link_or_the_tier_before_it_has_taught_it(
-    monkeypatch: pytest.MonkeyPatch, tier_bytes_per_s: int | None
-) -> None:
-    """A load from a tier lands as the tier reads it, eleven times as slowly as the link at the least rate here."""
+@pytest.fixture
+def settled(monkeypatch: pytest.MonkeyPatch) -> list[Correction]:
+    """What engines began with."""
     settle, found = AutoAheadEngine._settled, []
 
     def watched(engine: AutoAheadEngine, job: Job) -> Correction:
@@ -180,14 +178,39 @@ def test_it_begins_with_what_its_link_or_the_tier_before_it_has_taught_it(
         return found[-1]
 
     monkeypatch.setattr(AutoAheadEngine, "_settled", watched)
+    return found
+
+
+@pytest.mark.parametrize("tier_bytes_per_s", [None, 20_000_000_000, 5_000_000_000])
+def test_it_begins_with_what_its_link_or_the_tier_before_it_has_taught_it(
+    settled: list[Correction], tier_bytes_per_s: int | None
+) -> None:
+    """A load from a tier lands as the tier reads it, eleven times as slowly as the link at the least rate here."""
     device = Device(load_profile(), extrapolate=True).with_overheads(open_overheads(SHIPPED).overheads)
     tiers = () if tier_bytes_per_s is None else (Tier("tier", tier_bytes_per_s),)
     run_world(device, Regime(15_360, 768, 2, 4), AUTO, 2, 0, hardware=Hardware(tiers=tiers))
-    (settled,) = found
+    (known,) = settled
     link_bytes_per_s = device.profile.wire.h2d_bytes_per_s
     slower = link_bytes_per_s / min(link_bytes_per_s, tier_bytes_per_s or link_bytes_per_s)
-    assert 0.8 * slower <= settled.wire <= 1.1 * slower
-    assert (settled.wire_seen, settled.steps_seen) == (SEEN, SEEN)
+    assert 0.8 * slower <= known.wire <= 1.1 * slower
+    assert (known.wire_seen, known.steps_seen) == (SEEN, SEEN)
+
+
+@pytest.mark.parametrize(("new", "launched"), [(256, True), (2_048, False)])
+def test_it_begins_with_how_long_steps_of_its_prompts_take_be_it_to_launch_them(
+    settled: list[Correction], new: int, launched: bool
+) -> None:
+    """By the profile 256 tokens take 11 ms; launched they take 23, as steps of an engine that serves them do."""
+    overheads = replace(open_overheads(SHIPPED).overheads, drift_permille=0)
+    device = Device(load_profile(), extrapolate=True).with_overheads(overheads)
+    regime = Regime(15_360, new, 1, 16)
+    run_world(device, regime, AUTO, 2, 0)
+    (known,) = settled
+    expected_ns = known.step_ns(AutoPolicy(device.profile).step_ns([(15_360, new)]))
+    assert (expected_ns == known.least_ns) == launched
+    steps = run_world(device, regime, CHUNK_MAJOR, 20, 0, keep=True).steps
+    took_ns = statistics.median(step.end_ns - step.start_ns for step in steps if step.chunks)
+    assert expected_ns == pytest.approx(took_ns, rel=0.12)
 
 
 def test_chunk_major_is_left_to_the_workers_looks_as_the_connector_leaves_it() -> None:

@@ -27,8 +27,8 @@ from lamella.sim.settings import SubmitAt
 from lamella.sim.strategies import AUTO, Device, Regime
 from lamella.sim.world import World
 
-NEAR_NS = 1_000
-"""A context that is a token longer or shorter makes a step longer or shorter by a few ns."""
+NEAR_NS = 2_000
+"""Contexts that are a token longer or shorter make a step longer or shorter by some ns, and several steps by more."""
 SHIPPED = "vllm-0.26-h200-llama-3.1-8b"
 
 
@@ -39,7 +39,9 @@ class Told(AutoAheadEngine):
         super().__init__(*arguments, **named)
         self.at_ns: int | None = None  # of what is told in arrears
         self.choice: Any = auto_of(self, steps_ahead=True)  # type: ignore[arg-type]
-        self.compared = {"chosen": 0, "released": 0, "kept": 0}
+        self.compared = {"chosen": 0, "released": 0, "kept": 0, "silent": 0}
+        self.called = False  # by the hand-out under way
+        self.wanted: set[Pass] = set()  # whose report the connector asks for
         self._members: dict[str, SimpleNamespace] = {}
         self._context: dict[str, int] = {}
 
@@ -87,6 +89,8 @@ class Told(AutoAheadEngine):
         self.at_ns = made.made_ns
         self.choice.step_made(batch_of(*parts), self._members)
         self.at_ns = None
+        if self.choice.has_parked:
+            self.wanted.add(made)
         super()._begin_pass(made)
         assert self.choice._engine.step_ns == self._device.step_ns
 
@@ -105,9 +109,14 @@ class Told(AutoAheadEngine):
             self.choice.released(str(job.sequence))
         for job, _bytes, _ns in self._told.get(made, ()):
             self.choice.load_ended(job.sequence)
+        says = bool(made.num_tokens or made.reported or self._told.get(made)) or made in self.wanted
+        self.called = False
         super()._hand_out(made, last)
+        assert self.called == says, "vLLM hands an empty output on to no connector"
+        self.compared["silent"] += not says
 
     def _release_by_forecast(self) -> None:
+        self.called = True
         self.choice.forecast.correction = self.correction
         theirs = {int(name) for name in self.choice.handed_out()}
         before = set(self._parked)
@@ -166,6 +175,7 @@ def test_the_connector_chooses_and_releases_what_the_model_does(cell: Cell, seed
     compared = check(cell, seed)
     assert compared["released"] > 0, compared
     assert cell[0] == 1 or compared["kept"] > 0, compared
+    assert compared["silent"] > 0, compared
 
 
 # ---------------------------------------------------------------- wrong engines
@@ -213,6 +223,31 @@ def _counts_who_joins_twice(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(AutoAheadEngine, "_join", wrong)
 
 
+class _All(set[Pass]):
+    def __contains__(self, made: object) -> bool:
+        return True
+
+
+def _hears_of_passes_that_say_nothing(patch: pytest.MonkeyPatch) -> None:
+    begin = AutoAheadEngine._begin_pass
+
+    def wrong(engine: AutoAheadEngine, made: Pass) -> None:
+        engine._asked = _All()
+        begin(engine, made)
+
+    patch.setattr(AutoAheadEngine, "_begin_pass", wrong)
+
+
+def _asks_for_no_report(patch: pytest.MonkeyPatch) -> None:
+    begin = AutoAheadEngine._begin_pass
+
+    def wrong(engine: AutoAheadEngine, made: Pass) -> None:
+        begin(engine, made)
+        engine._asked.clear()
+
+    patch.setattr(AutoAheadEngine, "_begin_pass", wrong)
+
+
 WRONG: list[Callable[[pytest.MonkeyPatch], None]] = [
     _sees_slices_land,
     _sees_the_device,
@@ -221,6 +256,8 @@ WRONG: list[Callable[[pytest.MonkeyPatch], None]] = [
     _hears_of_ends_at_once,
     _forgets_who_has_a_last_token_to_come,
     _counts_who_joins_twice,
+    _hears_of_passes_that_say_nothing,
+    _asks_for_no_report,
 ]
 
 

@@ -95,7 +95,7 @@ def tell(
         begin = at = now + cost
         for one in asks:
             at += overheads.submit_ns
-            one.submitted_ns, begun = at, max(at, link_free)
+            one.submitted_ns, begun = at, max(at, link_free, device_free)  # blocks may be read by what it computes
             for slice_ns, width in zip(one.request.load.slice_ns, one.request.load.slice_layers, strict=True):
                 begun += slice_ns
                 one.landed_ns += [begun] * width
