@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated, Final
 
@@ -11,6 +10,7 @@ import typer
 
 from lamella.cli._durations import parse_time_ns
 from lamella.cli._model import milliseconds, open_device
+from lamella.sim.alone import alone
 from lamella.sim.bounds import MOST_TOKENS, check_range
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
 from lamella.sim.overheads import open_overheads
@@ -142,11 +142,11 @@ def parse_hardware(tier: str | None, ranks: str | None, sharing: str) -> tuple[H
     said: list[str] = []
     tiers: tuple[Tier, ...] = ()
     if tier is not None:
-        rate, _, latency = tier.partition(":")
+        rate, colon, latency = tier.partition(":")
         bytes_per_s = parse_rate(rate.strip(), "a tier", LEAST_TIER_GB_PER_S)
         if bytes_per_s is None:
             raise ValueError(f"a tier is a rate such as 5GB/s, perhaps with a latency: 5GB/s:1ms; got {tier!r}")
-        latency_ns = parse_time_ns(latency) if latency else 0
+        latency_ns = parse_time_ns(latency) if colon else 0
         check_range("a tier's latency in ns", latency_ns, 0, MOST_LATENCY_NS)
         tiers = (Tier("tier", bytes_per_s, latency_ns),)
         said.append(f"all hits lie in a tier of {tier.strip()}, which brings one slice after another")
@@ -229,20 +229,22 @@ def open_derived_device(
     )
 
 
-def describe_regime(device: Device, regime: Regime) -> str:
-    """The regime in one sentence, with what the device makes of one request of it alone."""
-    transfer = device.transfer_ns(regime.hit_tokens)
-    prefill = device.prefill_ns(regime.hit_tokens, regime.new_tokens)
+def describe_regime(device: Device, regime: Regime, hardware: Hardware | None = None, who: str | None = None) -> str:
+    """The regime in one sentence, with what the device makes of one request of it alone.
+
+    Args:
+        device: where.
+        regime: who asks for what.
+        hardware: what a load passes on its way; None: one link.
+        who: asks; None: the regime's users.
+    """
+    one = alone(device, regime, hardware)
     prompt = regime.hit_tokens + regime.new_tokens
+    who = who or f"{regime.concurrency} user{'s' if regime.concurrency > 1 else ''}"
+    tier = f" (the tier's reading {milliseconds(one.tier_ns)} of it)" if one.tier_ns else ""
     return (
-        f"{regime.concurrency} users on {device.profile.device}, {device.profile.model}: prompts of {prompt:,} tokens, "
+        f"{who} on {device.profile.device}, {device.profile.model}: prompts of {prompt:,} tokens, "
         f"{regime.hit_tokens:,} cached + {regime.new_tokens:,} new ({regime.hit_tokens / prompt:.0%} hit), "
-        f"{regime.output_tokens:,} generated. Alone, transfer {milliseconds(transfer)} ms, prefill "
-        f"{milliseconds(prefill)} ms, T/P {transfer / prefill:.2f}; overlap can save at most "
-        f"{min(transfer, prefill) / (transfer + prefill):.0%}."
+        f"{regime.output_tokens:,} generated. Alone, transfer {milliseconds(one.transfer_ns)} ms{tier}, prefill "
+        f"{milliseconds(one.prefill_ns)} ms, T/P {one.ratio:.2f}; overlap can save at most {one.ceiling:.0%}."
     )
-
-
-def at_concurrency(regime: Regime, concurrency: int) -> Regime:
-    """The regime with so many users."""
-    return replace(regime, concurrency=concurrency)

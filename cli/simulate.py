@@ -80,7 +80,10 @@ def simulate(
     output_tokens: OutputTokensOption = 50,
     requests: Annotated[int, typer.Option(help="Requests per user.")] = 10,
     rate: Annotated[
-        float | None, typer.Option(help="Requests come at random, so many a second, whatever the engine does.")
+        float | None,
+        typer.Option(
+            help="Requests come at random, so many a second, whatever the engine does: concurrency × requests of them."
+        ),
     ] = None,
     turns: Annotated[
         int | None, typer.Option(help="Users have conversations of so many turns; each sends all that was said before.")
@@ -160,16 +163,22 @@ def simulate(
             trace = to_chrome_trace(recording)
     asked_for = outcomes[strategies.index(asked)]
     verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])
-    document = simulate_document(device, regime, outcomes, requests, seed, str(arrivals), way, slo, verdict)
+    come, who = str(arrivals), None
+    if rate is not None:
+        count = requests * regime.concurrency
+        come += f": {count:,} of them, so what a longer stream would pile up is not in the answer (--requests)"
+        who = f"{count:,} requests at {rate:g} a second"
+    document = simulate_document(device, regime, outcomes, requests, seed, come, way, slo, verdict, hardware)
 
-    typer.echo(describe_regime(device, regime))
+    described = describe_regime(device, regime, hardware, who)
+    typer.echo(described)
     lines = [_row(one, marked=one is asked_for) for one in outcomes]
     _print(lines)
     for assumption in document["assumptions"]:
         typer.echo(f"Assumed: {assumption}.")
     page = render_html(
         "Does layerwise transfer pay?",
-        [verdict, describe_regime(device, regime)],
+        [verdict, described],
         [HtmlTable("Each strategy, in ms", HEADS, lines)],
         [HtmlPicture("Where the time to first token goes", lambda buffer: draw_outcomes(regime, outcomes, buffer))],
         document["assumptions"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_lowercase
@@ -50,6 +50,7 @@ from lamella.sim.parallel import Running
 from lamella.sim.regimes import Cell, RegimeMap
 
 if TYPE_CHECKING:
+    from lamella.sim.strategies import Device, Regime, Strategy
     from lamella.sim.study import Study
 
 MOST_COLUMNS: Final = 10
@@ -106,7 +107,7 @@ def sweep(
     """
     from lamella.sim.pictures import draw_map, draw_study
     from lamella.sim.regimes import check_in_world, compute_map, plan_map, reachable_ratios
-    from lamella.sim.report import BURST, SERVING, profile_lines, sweep_document
+    from lamella.sim.report import BURST, profile_lines, study_lines, sweep_document
     from lamella.sim.strategies import CANDIDATES, OFF, parse_strategy
     from lamella.sim.study import answer_lines, compute_study, plan_study, study_strategies
 
@@ -122,6 +123,7 @@ def sweep(
         at_point = asked or list(study_strategies(device.profile.num_layers))
         device.check(point, (*OFF, *on_map, *at_point))
         rows = sorted({*_numbers(concurrencies, "concurrency", int), point.concurrency})
+        _check_rows(device, point, rows, (*OFF, *on_map, *at_point))
         bare = device.with_overheads(None)  # as the map is: what a host thread or its loads add is not in it
         columns = (
             _numbers(ratios, "ratio", float) if ratios is not None else reachable_ratios(bare, point.hit_tokens, 20)
@@ -155,7 +157,7 @@ def sweep(
     )
     typer.echo(f"Over the whole map: {regime_map.verdict()}")
     _print_point(study)
-    for assumption in (*profile_lines(device), *BURST, *SERVING):
+    for assumption in (*profile_lines(device), *BURST, *study_lines(study)):
         typer.echo(f"Assumed: {assumption}.")
     lines = answer_lines(study, slo)
     pictures = {
@@ -165,6 +167,25 @@ def sweep(
     write_results(out, {"sweep.json": document, "sweep.html": _html(regime_map, study, document)}, pictures)
     for line in lines:
         typer.echo(line)
+
+
+def _check_rows(device: Device, point: Regime, rows: Sequence[int], strategies: tuple[Strategy, ...]) -> None:
+    """The profile covers so many at once, in every row of the map.
+
+    Raises:
+        ValueError: not in one of them; with the rows that it does cover.
+    """
+    covered: list[int] = []
+    for row in rows:
+        try:
+            device.check(replace(point, concurrency=row), strategies)
+        except ValueError as refusal:
+            fit = ",".join(map(str, covered))
+            raise ValueError(
+                f"{row} at once, a row of the map: {refusal}"
+                + (f"; or ask for fewer: --concurrencies {fit}" if fit else "")
+            ) from None
+        covered.append(row)
 
 
 def _estimate_s(timelines: int, requests: int) -> float:

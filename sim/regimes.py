@@ -126,7 +126,7 @@ class RegimeMap:
             )
         sentence = f"Turn it on with {self._effect(one)}."
         if worth < count:
-            sentence += f" It makes no difference in {count - worth} regimes, where nothing gains {WORTH_IT:.0%}."
+            sentence += f" It makes no difference in {count - worth} of them, where nothing gains {WORTH_IT:.0%}."
         if INTERLEAVED in self.strategies and one != INTERLEAVED:
             control = self._changes(INTERLEAVED)
             lost = sum(change >= WORTH_IT for change in control)

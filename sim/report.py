@@ -7,6 +7,8 @@ from dataclasses import asdict
 from typing import Any, Final
 
 from lamella.reference.profile import DeviceProfile, Graphs
+from lamella.sim.alone import alone
+from lamella.sim.hardware import Hardware
 from lamella.sim.regimes import RegimeMap
 from lamella.sim.serving import Outcome, Slo
 from lamella.sim.strategies import FULL_GRAPHS, OFF, Device, Regime, Strategy
@@ -23,6 +25,8 @@ SERVING: Final = (
     "requests are alike, each with its own hit; nothing is stored; KV fits; no prefix is in the engine's own cache",
     "± is the standard error over repeats with other seeds; it does not contain the model's own error",
 )
+
+ONE_REPEAT: Final = "one repeat has no standard error, so ± is 0 and says nothing: --repeats 3 gives one"
 
 DECODING: Final = {
     Graphs.FULL: "decoding steps replay full graphs (full_graphs: before); one that must wait for a load waits in "
@@ -56,6 +60,11 @@ def profile_lines(device: Device, beside: str = "--overheads adds an engine's ho
     return lines
 
 
+def study_lines(study: Study) -> tuple[str, ...]:
+    """What the reader must know of a study of a point."""
+    return SERVING if len(study.outcomes[0]) > 1 else (SERVING[0], ONE_REPEAT)
+
+
 def full_graphs_of(device: Device) -> str:
     """What the vLLM connector calls the device's graphs."""
     return next(name for name, graphs in FULL_GRAPHS.items() if graphs is device.graphs)
@@ -83,7 +92,7 @@ def sweep_document(device: Device, regime_map: RegimeMap, study: Study, slo: Slo
         "kind": "lamella.sweep",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
         "full_graphs": full_graphs_of(device),
-        "assumptions": [*profile_lines(device), *BURST, *SERVING],
+        "assumptions": [*profile_lines(device), *BURST, *study_lines(study)],
         "seed": seed,
         "cells_checked_in_world": checked,
         "strategies": [str(strategy) for strategy in regime_map.strategies],
@@ -151,6 +160,7 @@ def simulate_document(
     way: Sequence[str],
     slo: Slo,
     verdict: str,
+    hardware: Hardware | None = None,
 ) -> Document:
     """A simulation's result."""
     return {
@@ -164,7 +174,7 @@ def simulate_document(
         "arrivals": arrivals,
         "way": list(way),
         "slo": asdict(slo),
-        "regime": _regime_document(device, regime),
+        "regime": _regime_document(device, regime, hardware),
         "outcomes": [outcome_document(outcome) for outcome in outcomes],
         "verdict": verdict,
     }
@@ -175,16 +185,15 @@ def outcome_document(outcome: Outcome) -> Document:
     return {**outcome._asdict(), "strategy": str(outcome.strategy)}
 
 
-def _regime_document(device: Device, regime: Regime) -> Document:
-    transfer = device.transfer_ns(regime.hit_tokens)
-    prefill = device.prefill_ns(regime.hit_tokens, regime.new_tokens)
+def _regime_document(device: Device, regime: Regime, hardware: Hardware | None = None) -> Document:
+    one = alone(device, regime, hardware)
     return {
         **asdict(regime),
         "hit_fraction": hit_fraction(regime),
-        "transfer_ns": transfer,
-        "prefill_ns": prefill,
-        "transfer_to_prefill": transfer / prefill,
-        "overlap_ceiling": min(transfer, prefill) / (transfer + prefill),
+        "transfer_ns": one.transfer_ns,
+        "prefill_ns": one.prefill_ns,
+        "transfer_to_prefill": one.ratio,
+        "overlap_ceiling": one.ceiling,
     }
 
 

@@ -17,7 +17,7 @@ from lamella.sim.arrivals import Arrivals
 from lamella.sim.bounds import MOST_REQUESTS, check_range
 from lamella.sim.parallel import Running, run_cells
 from lamella.sim.regimes import WORTH_IT
-from lamella.sim.serving import Outcome, Slo, serve
+from lamella.sim.serving import Outcome, Slo, serve, trade_of_off
 from lamella.sim.strategies import AUTO, INTERLEAVED, OFF, Device, Regime, Strategy
 
 TIE: Final = WORTH_IT / 2
@@ -253,6 +253,16 @@ def answer_lines(study: Study, slo: Slo) -> list[str]:
             f"Goodput within the SLO: {rates[0]:.1f} requests/s ({mine[0]:.0%} in time) with {mine[1]}, {rates[1]:.1f} "
             f"({base[0]:.0%}) with {base[1]}."
         )
+        if not any(study.mean(here, one, "slo_met") for one in study.strategies):
+            lines.append(
+                f"Nothing that was tried keeps within the SLO at {here} at once: ask for fewer users, or more time."
+            )
+    other = next(one for one in OFF if one != found.off)
+    ttft, end = (
+        study.mean(here, other, field) / study.mean(here, found.off, field) for field in ("mean_ttft_ns", "mean_end_ns")
+    )
+    if traded := trade_of_off(found.off, other, ttft, end):
+        lines.append(traded)
     lines.append(_what_to_do(found))
     return lines
 

@@ -46,6 +46,35 @@ def test_sweep_prints_a_map_and_the_point_and_ends_with_what_to_do(tmp_path: Pat
         assert cell["hit_fraction"] == cell["hit_tokens"] / (cell["hit_tokens"] + cell["new_tokens"])
 
 
+def test_a_stream_of_requests_says_how_many_and_a_tier_counts_as_transfer(tmp_path: Path) -> None:
+    quick = ("--requests", "2", "--concurrency", "1", "--out", str(tmp_path))
+    printed = run("simulate", "--rate", "8", "--tier", "5GB/s", *quick)
+    assert printed.startswith("2 requests at 8 a second on one NVIDIA H200")
+    assert "transfer 433.0 ms (the tier's reading 397.2 of it), prefill 27.2 ms" in printed
+    assert "requests come at random, 8 a second on average: 2 of them, so what a longer stream would pile up" in printed
+    document = json.loads((tmp_path / "simulate.json").read_text())
+    assert document["regime"]["transfer_ns"] == pytest.approx(433.0e6, abs=1e5)
+    assert run("simulate", *quick).startswith("1 user on one NVIDIA H200")
+
+
+def test_one_repeat_has_no_standard_error_and_the_answer_says_so(tmp_path: Path) -> None:
+    quick = (
+        "--strategy",
+        "fifo/1/first",
+        "--concurrencies",
+        "1",
+        "--concurrency",
+        "1",
+        "--ratios",
+        "1",
+        "--requests",
+        "2",
+    )
+    printed = run("sweep", *quick, "--repeats", "1", "--out", str(tmp_path))
+    assert "Assumed: one repeat has no standard error, so ± is 0 and says nothing" in printed
+    assert "standard error over repeats with other seeds" not in printed
+
+
 def test_the_users_own_point_is_a_cell_of_the_map(tmp_path: Path) -> None:
     run("sweep", *QUICK["sweep"][:-6], "--ratios", "0.5", "--new-tokens", "801", "--requests", "2", "--repeats", "1",
         "--concurrency", "3", "--out", str(tmp_path))  # fmt: skip

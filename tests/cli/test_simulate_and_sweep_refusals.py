@@ -68,6 +68,15 @@ def test_a_profile_with_one_wild_step_time_is_refused_by_that_value(verb: str, t
             ("simulate", "--tier", "fast"),
             "a tier is a rate such as 5GB/s, perhaps with a latency: 5GB/s:1ms; got 'fast'",
         ),
+        (("simulate", "--tier", "5GB/s:"), "a time is a positive number with us, ms or s, such as 200ms, got ''"),
+        (
+            ("sweep", "--prompt-tokens", "128k", "--hit", "90%", "--concurrency", "2"),
+            "8 at once, a row of the map: the profile h200-llama-3.1-8b does not cover 1,024,400 tokens",
+        ),
+        (
+            ("sweep", "--prompt-tokens", "128k", "--hit", "90%", "--concurrency", "2"),
+            "or ask for fewer: --concurrencies 1,2,3,4,5,6",
+        ),
         (("simulate", "--tier", "5GB/s:soon"), "a time is a positive number with us, ms or s"),
         (("simulate", "--ranks", "0"), "ranks are a number up to 64, or the speed of each one's link up to 1"),
         (("simulate", "--ranks", "1,2"), "ranks are a number up to 64, or the speed of each one's link up to 1"),

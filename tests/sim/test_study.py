@@ -65,6 +65,31 @@ def test_what_is_off_is_the_better_of_both() -> None:
     assert found.strategy == found.off == RECOMPUTE
 
 
+def test_where_the_other_thing_that_is_off_ends_answers_earlier_that_is_said() -> None:
+    study = made_up({2: {FIRST: (0.7, 0.7), RECOMPUTE: (0.9, 0.9)}})
+    assert not [line for line in answer_lines(study, Slo()) if line.startswith("Of what is off")]
+    slow = tuple(
+        tuple(
+            tuple(one._replace(mean_end_ns=2e9) if one.strategy == RECOMPUTE else one for one in repeat)
+            for repeat in row
+        )
+        for row in study.outcomes
+    )
+    *_, traded, last = answer_lines(replace(study, outcomes=slow), Slo())
+    later = "Of what is off, chunk-major's first tokens come 11.1% later than recompute's"
+    assert traded == f"{later}, and its answers end 50.0% earlier."
+    assert "against recompute, the better of what is off" in last
+
+
+def test_an_slo_that_nothing_keeps_is_said() -> None:
+    study = made_up({2: {FIRST: (0.7, 0.7)}})
+    kept = answer_lines(study, Slo(ttft_ns=10**9))
+    late = tuple(tuple(tuple(one._replace(slo_met=0.0) for one in repeat) for repeat in row) for row in study.outcomes)
+    said = "Nothing that was tried keeps within the SLO at 2 at once: ask for fewer users, or more time."
+    assert said not in kept
+    assert answer_lines(replace(study, outcomes=late), Slo(ttft_ns=10**9))[-2] == said
+
+
 def test_interleaving_is_a_control_and_never_recommended() -> None:
     found = made_up({2: {INTERLEAVED: (0.3, 0.3), FIRST: (0.8, 0.8)}}).recommend()
     assert found.strategy == FIRST
