@@ -40,7 +40,7 @@ LinkOption = Annotated[
     typer.Option(help="Another link than the profile's: pcie3 .. pcie6, pcie4x8, or a rate you measured: 24GB/s."),
 ]
 ComputeSpeedOption = Annotated[
-    float, typer.Option(help="Another GPU, computing so many times as fast as the profile's: 0.5 for half.")
+    float, typer.Option(help="Another GPU, every step so many times as fast as on the profile's: 0.5 for half.")
 ]
 FullGraphsOption = Annotated[
     str,

@@ -10,7 +10,8 @@ LEAST_MEASURED_BYTES = 64 << 10
 """Less is the cost of a call, not a rate."""
 
 _MOST_BYTES = 1 << 60
-_UNITS = {"": 1, "b": 1, "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+_BINARY = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_UNITS = {"": 1, "b": 1, **_BINARY, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 
 
 def parse_measured_bytes(text: str, copies: int) -> int:
@@ -40,7 +41,7 @@ def parse_bytes(text: str) -> int:
     """
     found = re.fullmatch(r"(\d+) ?([a-zA-Z]*)", text.strip(), flags=re.ASCII)
     if not found or found[2].lower() not in _UNITS or not float(found[1]):
-        raise ValueError(f"a size is a whole number with KiB, MiB, GiB, kB, MB or GB, got {text!r}")
+        raise ValueError(f"a size is a whole number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, got {text!r}")
     unit = _UNITS[found[2].lower()]
     if float(found[1]) * unit > _MOST_BYTES:
         raise ValueError(f"a size is at most {_MOST_BYTES >> 30}GiB, got {text!r}")

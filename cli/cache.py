@@ -105,8 +105,7 @@ def register(app: typer.Typer) -> None:
         for (tag, space), group in sorted(groups.items()):
             typer.echo(
                 f"format {tag}  space {space[:_SHOWN_DIGITS]}  {group.objects:>8} objects  "
-                f"{_size(group.stored_bytes):>10}  written {_age(group.oldest_ns, now_ns)} .. "
-                f"{_age(group.newest_ns, now_ns)} ago"
+                f"{_size(group.stored_bytes):>10}  {_written(group.oldest_ns, group.newest_ns, now_ns)}"
             )
         typer.echo(f"{TierUrl.parse(url).shown}: {objects} objects, {_size(stored_bytes)}")
 
@@ -178,6 +177,12 @@ def _size(num_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def _written(oldest_ns: int | None, newest_ns: int | None, now_ns: int) -> str:
+    if oldest_ns is None or newest_ns is None:
+        return "written: this store does not tell"
+    return f"written {_age(oldest_ns, now_ns)} .. {_age(newest_ns, now_ns)} ago"
 
 
 def _age(then_ns: int | None, now_ns: int) -> str:

@@ -29,7 +29,9 @@ def register(app: typer.Typer) -> None:
         repeats: RepeatsOption = 5,
         prefill: Annotated[
             bool | None,
-            typer.Option(help="Time prefill steps in torch. Default: on a GPU other than the base profile's."),
+            typer.Option(
+                help="Time prefill steps in torch. Default: on a GPU other than the base profile's; slow on a CPU."
+            ),
         ] = None,
     ) -> None:
         """Measures the link, every copy method by run length, slices and interference, and writes a profile."""

@@ -10,7 +10,7 @@ import signal
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -19,6 +19,9 @@ from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._sizes import parse_bytes
 
 _log = logging.getLogger("lamella.serve")
+
+LEAST_POOL_BYTES: Final = 64 << 10
+"""Less holds no object of any model, and is a unit that was forgotten."""
 
 
 def register(app: typer.Typer) -> None:
@@ -74,6 +77,13 @@ def register(app: typer.Typer) -> None:
         with refuse_bad_input(), contextlib.ExitStack() as opened:
             level = level_of(log_level)
             address = None if http == "off" else _address(http)
+            for given, name, needs in (
+                (tier_size or tier_ttl, "--tier-size and --tier-ttl limit", "--tier" if not tier else ""),
+                (allow_kernels, "--allow-kernels is for", "--device" if device is None else ""),
+                (tcp_key or tcp_clients, "--tcp-key and --tcp-clients are for", "--tcp" if tcp is None else ""),
+            ):
+                if given and needs:
+                    raise ValueError(f"{name} {needs}, which is not given: name one, or leave them out")
             settings = ServerSettings(
                 folder=folder or default_folder(),
                 pool_bytes=parse_bytes(memory),
@@ -86,7 +96,7 @@ def register(app: typer.Typer) -> None:
                 lock_memory=lock_memory,
                 numa_node=numa_node,
             )
-            _check_memory(settings.pool_bytes)
+            _check_memory(settings.pool_bytes, memory)
             if numa_node is not None and numa_node not in (nodes := online_nodes()):
                 raise ValueError(
                     f"--numa-node must be one of this machine's memory nodes {', '.join(map(str, nodes))}; "
@@ -129,7 +139,11 @@ def register(app: typer.Typer) -> None:
         _log.info("stopped")
 
 
-def _check_memory(pool_bytes: int) -> None:
+def _check_memory(pool_bytes: int, said: str) -> None:
+    if pool_bytes < LEAST_POOL_BYTES:
+        raise ValueError(
+            f"--memory must be at least {LEAST_POOL_BYTES >> 10} KiB, with a unit such as 64GiB; got {said!r}"
+        )
     space = os.statvfs("/dev/shm")
     if pool_bytes > space.f_bavail * space.f_frsize:
         raise ValueError(

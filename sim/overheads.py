@@ -207,16 +207,17 @@ def open_overheads(name: str) -> MeasuredOverheads:
     """Those shipped under that name, or in the file of that path.
 
     Raises:
-        ValueError: as `read_overheads`, or no such file; the message says which are shipped.
+        ValueError: as `read_overheads`, or neither such a set, with those that are shipped, nor such a file.
     """
+    if not name.endswith(".json") and name not in shipped_overheads():
+        raise ValueError(f"no overheads {name!r}; shipped: {', '.join(shipped_overheads())}; or name a .json file")
     path = Path(name) if name.endswith(".json") else Path(__file__).parent / "overhead_sets" / f"{name}.json"
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not a text file: {error}") from error
     except OSError as error:
-        shipped = ", ".join(shipped_overheads()) or "none"
-        raise ValueError(f"no overheads {name!r} ({error.strerror}); shipped are {shipped}") from error
+        raise ValueError(f"cannot read the overheads {name}: {error.strerror}") from error
     return read_overheads(text, name)
 
 

@@ -18,6 +18,8 @@ PCIE_RATE: Final = {"pcie3": 8, "pcie4": 16, "pcie5": 32, "pcie6": 64}
 MEASURED_LINK: Final = re.compile(r"PCIe (\d) x(\d+)")
 RATE: Final = re.compile(r"(\d+(?:\.\d+)?) ?[Gg]B/[Ss]", flags=re.ASCII)
 RATE_IN_BITS: Final = re.compile(r"(\d+(?:\.\d+)?) ?[Gg](?:b|bit|bits)(?:/s|ps)", flags=re.ASCII)
+CARRIED: Final = re.compile(r"([a-z, ]+) from (\S+): ")
+"""As `lamella calibrate` marks what it takes from its base profile."""
 LEAST_GB_PER_S, LEAST_TIER_GB_PER_S, MOST_GB_PER_S = 0.1, 0.01, 10_000
 
 
@@ -114,7 +116,10 @@ def with_compute(profile: DeviceProfile, speed: float) -> DeviceProfile:
     if speed == 1:
         return profile
     prefill = profile.prefill
-    note = f"compute: every step time divided by {speed:g}"
+    note = (
+        f"compute: every step time divided by {speed:g}, decoding's too, which a GPU's memory rate bounds; room for KV "
+        "stays the measured GPU's"
+    )
     step_ns = tuple(tuple(round(ns / speed) for ns in row) for row in prefill.step_ns)
     return replace(
         _derived(profile, f"computing {speed:g} × as fast", note, f"compute-{speed:g}x", "prefill, decode"),
@@ -139,5 +144,8 @@ def _derived(profile: DeviceProfile, what: str, note: str, suffix: str, covers: 
 
 
 def derivations(profile: DeviceProfile) -> list[str]:
-    """What of the profile was not measured, a sentence each; empty for a profile as measured."""
-    return [f"not measured, derived ({source.note})" for source in profile.sources if source.measured == "not measured"]
+    """What of the profile was not measured on its device, a sentence each; empty for a profile as measured."""
+    found = (CARRIED.match(source.covers) for source in profile.sources)
+    carried = dict.fromkeys(f"{one[1]} are those of {one[2]}, carried over" for one in found if one is not None)
+    derived = (f"derived ({source.note})" for source in profile.sources if source.measured == "not measured")
+    return [f"not measured, {one}" for one in (*carried, *derived)]

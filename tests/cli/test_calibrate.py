@@ -15,6 +15,7 @@ from lamella.cuda_ext.rates import EngineRates
 from lamella.reference.profile import CopyMethod, choose_copy_method
 from lamella.reference.tables import PrefillTable
 from lamella.sim.profiles import load_profile
+from lamella.sim.what_if import derivations
 
 KIB = 1024
 
@@ -57,6 +58,9 @@ def test_the_profile_measured_on_the_cpu_serves_the_chooser_the_engine_and_the_s
     assert covers[0] == "wire, copies"
     assert "device cpu" in profile.sources[0].system, "figures of memcpy are marked as such"
     assert any(cover.startswith("engine, prefill, decode from h200-llama-3.1-8b") for cover in covers[1:])
+    assert derivations(profile) == [
+        "not measured, engine, prefill, decode are those of h200-llama-3.1-8b, carried over"
+    ]
 
 
 @pytest.mark.usefixtures("quick")

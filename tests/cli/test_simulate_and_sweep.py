@@ -131,7 +131,7 @@ def test_a_link_and_a_gpu_that_were_not_measured_are_said_to_be_derived(verb: st
     changed = ("--link", "pcie4", "--compute-speed", "0.5")
     printed = run(verb, *QUICK[verb], *changed, "--out", str(tmp_path))
     assert "Assumed: not measured, derived (link: PCIe 4 x16 by signalling rate, 0.5 × the measured link" in printed
-    assert "Assumed: not measured, derived (compute: every step time divided by 0.5)" in printed
+    assert "Assumed: not measured, derived (compute: every step time divided by 0.5, decoding's too" in printed
     document = json.loads((tmp_path / f"{verb}.json").read_text())
     assert len(document["profile"]["derived"]) == 2
     assert document["profile"]["name"] == "h200-llama-3.1-8b+pcie4+compute-0.5x"

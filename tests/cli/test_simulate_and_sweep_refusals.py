@@ -59,7 +59,7 @@ def test_a_profile_with_one_wild_step_time_is_refused_by_that_value(verb: str, t
         (("sweep", "--prompt-tokens", "16k", "--hit", "90%", "--hit-tokens", "5"), "not both"),
         (
             ("sweep", "--overheads", "nobodys"),
-            "no overheads 'nobodys' (No such file or directory); shipped are vllm-0.26",
+            "no overheads 'nobodys'; shipped: vllm-0.26-h200-llama-3.1-8b; or name a .json file",
         ),
         (("sweep", "--link", "pcie9"), "a link is one of pcie3, pcie4, pcie5, pcie6, such as pcie4 or pcie4x8"),
         (("sweep", "--compute-speed", "0"), "compute speed must be between 0.01 and 100"),

@@ -1,4 +1,4 @@
-"""What one request alone can gain is never more than is said, whatever its load passes on its way (an idle engine's poll aside)."""
+"""What one request alone can gain is never more than is said, whatever its load passes on its way (a poll aside)."""
 
 import pytest
 from hypothesis import given

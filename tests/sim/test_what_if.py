@@ -1,6 +1,7 @@
 """A derived profile scales what it says, keeps the rest, and is named for what it is."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -67,7 +68,16 @@ def test_what_is_derived_says_so_in_its_name_its_device_and_its_sources(profile:
     first, second = derivations(derived)
     assert "step times stay the measured GPU's" in first
     assert "every step time divided by 0.5" in second
+    assert "room for KV stays the measured GPU's" in second
     assert profile_from_mapping(profile_to_mapping(derived)) == derived
+
+
+def test_step_times_that_calibrate_carried_over_are_not_taken_for_measured(profile: DeviceProfile) -> None:
+    sources = [replace(one, covers=f"engine, decode from {profile.name}: {one.covers}") for one in profile.sources]
+    calibrated = replace(profile, name="mine", device="another GPU", sources=(profile.sources[0], *sources))
+    said = "not measured, engine, decode are those of h200-llama-3.1-8b, carried over"
+    assert derivations(calibrated) == [said]
+    assert derivations(with_compute(calibrated, 0.5))[0] == said
 
 
 @pytest.mark.parametrize("link", ["pcie9", "nvlink", "pcie4x3", "24", "0GB/s", "99999GB/s", ""])
