@@ -5,9 +5,10 @@ The way to the first token is cut into intervals that follow each other, so the 
     arrival ─ admission ─ submission ─ transfer wait ─ release wait ─ queue ─ done again ─ stalls, computing ─ hand-out
 
 The *transfer wait* lasts until so much has landed that the release rule is content; within it the link carried the
-request's own slices, or others', or nothing. The *release wait* is what follows until the engine looks, which it does
-once a step. *Done again* is what a preemption or a failed load threw away. The *hand-out* is what an engine that
-schedules ahead takes until it lets go of a token: it launches the next step before.
+request's own slices, or others', or nothing. Where all has landed and the rule holds the request back all the same, as
+`auto` does whose prefills take turns, that is a part of its own. The *release wait* is what follows until the engine
+looks, which it does once a step. *Done again* is what a preemption or a failed load threw away. The *hand-out* is what
+an engine that schedules ahead takes until it lets go of a token: it launches the next step before.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Explanation:
         own_transfer_ns: of the transfer wait, its own slices on the link.
         behind: of the transfer wait, only others' slices on the link, by whose they were, the longest first.
         link_idle_ns: of the transfer wait, nothing on the link.
+        held_ns: all had landed, and the release rule was not content yet.
         release_in_step_ns: of the release wait, the engine was in a step, so it did not look.
         release_idle_ns: of the release wait, the rest: the poll of an idle engine.
         queue_ns: released, until its first step began.
@@ -59,6 +61,7 @@ class Explanation:
     own_transfer_ns: int
     behind: tuple[Blame, ...]
     link_idle_ns: int
+    held_ns: int
     release_in_step_ns: int
     release_idle_ns: int
     queue_ns: int
@@ -87,6 +90,7 @@ class Explanation:
             ("transfer wait: own slices", self.own_transfer_ns),
             ("transfer wait: behind others", self.behind_ns),
             ("transfer wait: link idle", self.link_idle_ns),
+            ("held back by the release rule", self.held_ns),
             ("release wait: engine in a step", self.release_in_step_ns),
             ("release wait: idle poll", self.release_idle_ns),
             ("queue", self.queue_ns),
@@ -105,7 +109,9 @@ def explain(recording: Recording, number: int) -> Explanation:
         ValueError: no such request.
     """
     one = recording.request(number)
-    waits, link_idle_ns = _carried(recording, [(one.submitted_ns, one.ready_ns)], number)
+    landed_ns = max((landing.landed_ns for landing in one.landings), default=one.ready_ns)
+    carried_ns = max(one.submitted_ns, min(landed_ns, one.ready_ns))
+    waits, link_idle_ns = _carried(recording, [(one.submitted_ns, carried_ns)], number)
     own_ns = sum(blame.ns for blame in waits if blame.request == number)
     polls = [(step.polled_ns, step.end_ns) for step in recording.steps]
     idle = _length(_without([(one.ready_ns, one.released_ns)], polls))
@@ -121,6 +127,7 @@ def explain(recording: Recording, number: int) -> Explanation:
         own_ns,
         tuple(blame for blame in waits if blame.request != number),
         link_idle_ns,
+        one.ready_ns - carried_ns,
         one.released_ns - one.ready_ns - idle,
         idle,
         one.first_started_ns - one.released_ns,

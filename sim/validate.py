@@ -164,9 +164,11 @@ class Validation:
                 )
                 recorded, predicted = (times.ttft_ns / 1e6 for times in (arm.measured, arm.predicted))
                 at = f" at {arm.commit[:7]}" if arm.commit else ""
+                repeats = arm.measured.repeats
+                scatter = f"± {arm.spread:.1%}, {repeats} repeats" if repeats > 1 else "one repeat"
                 said.append(
-                    f"{title}: {arm.cell}{at} {arm.arm}: recorded {recorded:.1f} ms (± {arm.spread:.1%}, "
-                    f"{arm.measured.repeats} repeats), predicted {predicted:.1f} ({arm.error:+.1%}); {tail}"
+                    f"{title}: {arm.cell}{at} {arm.arm}: recorded {recorded:.1f} ms ({scatter}), "
+                    f"predicted {predicted:.1f} ({arm.error:+.1%}); {tail}"
                     + ("; not judged by: its lane fell behind" if arm.spoiled else "")
                     + ("; not judged by: its auto went by other rules" if arm.other_auto else "")
                 )

@@ -131,7 +131,9 @@ def test_the_recording_says_of_every_part_what_the_record_says(seed: int) -> Non
     for record in records:
         found, truth = explain(recording, record.sequence), record.ttft_parts()
         assert (found.admission_ns, found.submission_ns) == (truth.admission_ns, truth.blocks_ns)
-        assert found.own_transfer_ns + found.behind_ns + found.link_idle_ns == truth.transfer_ns
+        transfer_ns = found.own_transfer_ns + found.behind_ns + found.link_idle_ns
+        assert transfer_ns + found.held_ns == truth.transfer_ns
+        assert not found.held_ns or record.all_landed_ns == record.ready_ns - found.held_ns
         assert found.release_in_step_ns + found.release_idle_ns == truth.poll_ns
         assert (found.queue_ns, found.redone_ns) == (truth.queue_ns, truth.redone_ns)
         assert found.computing_ns + found.between_steps_ns + found.handing_out_ns == truth.compute_ns
@@ -202,6 +204,7 @@ def test_an_example_can_be_checked_by_hand() -> None:
         "transfer wait: own slices": 8,
         "transfer wait: behind others": 18,
         "transfer wait: link idle": 2,
+        "held back by the release rule": 0,
         "release wait: engine in a step": 18,
         "release wait: idle poll": 0,
         "queue": 2,
@@ -214,6 +217,19 @@ def test_an_example_can_be_checked_by_hand() -> None:
     assert [tuple(blame) for blame in explanation.behind] == [(0, 18)]
     assert explanation.stalls == (LayerStall(1, 8, 1),)
     assert [tuple(blame) for blame in explanation.stall_wire] == [(1, 8)]
+
+
+def test_what_has_landed_and_may_not_run_yet_waits_for_its_rule_and_not_for_the_link() -> None:
+    example = _example()
+    fields = [getattr(example, name) for name in Recording.__dataclass_fields__]
+    patient = example.requests[1]._replace(
+        landings=tuple(one._replace(landed_ns=30) for one in example.requests[1].landings)
+    )
+    explanation = explain(Recording(*fields[:4], (example.requests[0], patient), *fields[5:]), 1)
+    parts = dict(explanation.parts())
+    assert (parts["transfer wait: own slices"], parts["transfer wait: behind others"]) == (6, 18)
+    assert (parts["transfer wait: link idle"], parts["held back by the release rule"]) == (2, 2)
+    assert sum(parts.values()) == explanation.ttft_ns
 
 
 def test_where_several_are_on_the_link_at_once_the_time_is_its_own_first() -> None:

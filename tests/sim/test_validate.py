@@ -58,6 +58,13 @@ def test_the_document_is_json_and_the_last_words_are_the_figures_that_decide(val
     assert len(said) == len(CELLS) * len(ARMS) + 1
 
 
+def test_what_was_recorded_once_has_no_scatter_and_is_said_to() -> None:
+    run = read_recorded(recorded_lines(CELLS[:1], DEVICE, TRUE, repeats=1), "a run")
+    first, *_ = validate(run, DEVICE, Split((), ("a",)), KNOWN).lines()
+    assert " ms (one repeat), predicted " in first
+    assert "inf" not in first
+
+
 def test_an_engine_that_does_not_schedule_ahead_is_refused_by_cell() -> None:
     rows = [engine_row(async_scheduling=False), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)]
     with pytest.raises(ValueError, match="x, fifo_first: the engine did not schedule its steps ahead"):
