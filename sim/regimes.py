@@ -242,17 +242,6 @@ def compute_map(plan: MapPlan, how: Running | None = None) -> RegimeMap:
     return RegimeMap(strategies, tuple(cells))
 
 
-def map_regimes(
-    device: Device,
-    hit_tokens: int,
-    concurrencies: Sequence[int],
-    ratios: Sequence[float],
-    strategies: Sequence[Strategy],
-) -> RegimeMap:
-    """The map planned and computed here; arguments and errors as `plan_map`."""
-    return compute_map(plan_map(device, hit_tokens, concurrencies, ratios, strategies))
-
-
 class MapSetting(NamedTuple):
     """What the cells of a map share."""
 

@@ -55,17 +55,6 @@ class ReplayResult:
     verdict: str
 
 
-def replay(
-    routing: Routing,
-    device: Device,
-    width: int | None = None,
-    on_finish: Callable[[RequestRecord], object] | None = None,
-) -> ReplayResult:
-    """All arms over the routed trace; arguments and errors as for `run_arm`."""
-    results = tuple(run_arm(strategy, routing, device, width, on_finish) for strategy in ARMS)
-    return ReplayResult(routing, results, _verdict(results))
-
-
 def run_arm(
     strategy: Strategy,
     routing: Routing,
@@ -134,7 +123,7 @@ def plan_replay(routing: Routing) -> list[ReplayCell]:
 
 
 def replay_cells(setting: ReplaySetting, how: Running | None = None) -> ReplayCells:
-    """All arms over the routed trace, an instance a cell; `how` says where. The same result as `replay`.
+    """All arms over the routed trace, an instance a cell; `how` says where.
 
     Raises:
         ValueError: a width outside 1 .. layers.

@@ -4,6 +4,7 @@ import random
 import re
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -16,8 +17,9 @@ from lamella.sim.regimes import (
     burst_ttft_in_world_ns,
     burst_ttft_ns,
     check_in_world,
-    map_regimes,
+    compute_map,
     new_tokens_for,
+    plan_map,
     reachable_ratios,
 )
 from lamella.sim.serving import percentile, serve, verdict_of
@@ -31,6 +33,11 @@ from lamella.sim.strategies import (
     Regime,
     parse_strategy,
 )
+
+
+def map_regimes(*planned: Any) -> RegimeMap:
+    return compute_map(plan_map(*planned))
+
 
 PARTS = (
     *("admission_ns", "submission_ns", "transfer_wait_ns", "release_wait_ns", "queue_ns", "stall_ns"),

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from lamella.reference.release import First
 from lamella.sim.outcome import SATURATED_STRETCH, ArmResult, Quantiles, Tally, judge, quantiles, remarks
 from lamella.sim.profiles import load_profile
-from lamella.sim.replay import ARMS, SLICE_WIRE_NS, ReplaySetting, record_instance, replay, replay_cells, run_arm
+from lamella.sim.replay import ARMS, SLICE_WIRE_NS, ReplayResult, ReplaySetting, record_instance, replay_cells, run_arm
+from lamella.sim.request_table import COLUMNS
 from lamella.sim.routing import PoolSizes, Routing, choose_instances, route
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import CHUNK_MAJOR, IN_TURN, RECOMPUTE, Device, Strategy
@@ -27,6 +28,10 @@ FIFO_FIRST = ARMS[1]
 
 def small_routing(seed: int = 0, conversations: int = 6, instances: int = 2, sizes: PoolSizes = PLENTY) -> Routing:
     return route(generate_conversations(seed, conversations), DEVICE, instances, sizes)
+
+
+def replay(routing: Routing, width: int | None = None) -> ReplayResult:
+    return replay_cells(ReplaySetting(routing, DEVICE, width, Slo(), keep_rows=False)).result
 
 
 def one_hit(cached_chunks: int, new_tokens: int, output: int = 1) -> Routing:
@@ -45,10 +50,10 @@ def test_every_request_and_every_byte_that_goes_in_comes_out_in_every_arm(
     seed: int, instances: int, pool_gib: float, width: int | None
 ) -> None:
     routing = small_routing(seed, 5, instances, PoolSizes(int(pool_gib * GIB), int(pool_gib / 50 * GIB)))
-    finished: list[int] = []
-    result = replay(routing, DEVICE, width, lambda record: finished.append(record.tag))
+    setting = ReplaySetting(routing, DEVICE, width, Slo(), keep_rows=True)
+    result, _, rows = replay_cells(setting)
     positions = [request.position for request in routing.requests]
-    assert sorted(finished) == sorted(positions * len(ARMS))
+    assert sorted(row[COLUMNS.index("tag")] for row in rows) == sorted(positions * len(ARMS))
     loaded = sum(request.loaded_tokens for request in routing.requests) * DEVICE.profile.token_bytes
     for strategy, arm in zip(ARMS, result.arms, strict=True):
         assert arm.num_requests == len(positions)
@@ -59,13 +64,14 @@ def test_every_request_and_every_byte_that_goes_in_comes_out_in_every_arm(
 
 
 def test_the_same_input_gives_the_same_result() -> None:
-    assert replay(small_routing(3), DEVICE) == replay(small_routing(3), DEVICE)
+    assert replay(small_routing(3)) == replay(small_routing(3))
 
 
 @pytest.mark.parametrize("width", [None, 4])
 def test_instances_computed_apart_add_up_to_the_same_result(width: int | None) -> None:
     routing = small_routing(3)
-    assert replay_cells(ReplaySetting(routing, DEVICE, width, Slo(), False)).result == replay(routing, DEVICE, width)
+    apart = tuple(run_arm(strategy, routing, DEVICE, width) for strategy in ARMS)
+    assert replay(routing, width).arms == apart
 
 
 def test_arms_get_the_same_requests_with_the_same_hits() -> None:
@@ -198,7 +204,7 @@ def test_first_tokens_bought_with_later_answers_are_left_to_the_reader(latency: 
 
 def test_the_control_arm_is_not_named_where_another_does_as_well() -> None:
     alone = one_hit(cached_chunks=30, new_tokens=700)
-    result = replay(alone, DEVICE)
+    result = replay(alone)
     assert (
         len({arm.ttft for strategy, arm in zip(ARMS, result.arms, strict=True) if isinstance(strategy.release, First)})
         == 1
