@@ -7,11 +7,11 @@ reserve ──► store_ended, or drop      nobody finds what is reserved before
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.step_orders import BlockTables, Ended, FetchOrder, LoadOrder, StepReport, StoreOrder
+from lamella.connector.step_orders import BlockTables, FetchOrder, LoadOrder, StepReport, StoreOrder
 from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.slot_index import SlotIndex
@@ -90,6 +90,15 @@ class Objects(Protocol):
         """Threads and connections end."""
 
 
+@dataclass(slots=True)
+class _Put:
+    """A store on its way into the file tier: the slots that it reads, once stored on every rank, and who is done."""
+
+    stored: tuple[int, ...] | None = None
+    ok: bool = True
+    ranks: int = 0
+
+
 class PoolObjects:
     """An index of slots that every rank has in its own memory, and the file tier behind them.
 
@@ -105,7 +114,9 @@ class PoolObjects:
         self.num_slots = 0
         """Slots that the index knows of."""
         self._tier: TierPrefetch | None = None
-        self._puts: dict[int, tuple[tuple[int, ...], Ended]] = {}
+        self._puts: dict[int, _Put] = {}
+        self._storing: set[int] = set()
+        self._outdated: set[int] = set()  # of those, what a reset would have forgotten had it been there already
 
     def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
         """As `Objects.set_ranks`."""
@@ -162,22 +173,48 @@ class PoolObjects:
         for run in runs:
             chunks, slots, own = zip(*run, strict=True)
             end = (chunks[-1] + 1) * size
-            orders.append(StoreOrder(take_number(), request, slots, chunks[0], blocks, end, chunks[0] * size, own))
+            number = take_number()
+            self._storing.add(number)
+            orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, own))
         return orders
 
     def drop(self, order: StoreOrder) -> None:
         """As `Objects.drop`."""
+        self._is_over(order)
         self.index.abandon(order.slots)
+
+    def _is_over(self, order: StoreOrder) -> bool:
+        """Nothing of the store is under way; whether the pool was reset meanwhile."""
+        self._storing.discard(order.number)
+        was_outdated = order.number in self._outdated
+        self._outdated.discard(order.number)
+        return was_outdated
 
     def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
         """As `Objects.store_ended`."""
-        if not ok:
-            self.index.abandon(order.slots)
+        ok = not self._is_over(order) and ok
+        if ok:
+            self.index.commit(order.slots)
+        if self._settings.file_tier is None:
+            if not ok:
+                self.index.abandon(order.slots)
             return
-        self.index.commit(order.slots)
-        if self._settings.file_tier is not None:  # a tier reads the slots until its put has ended
+        if ok:
             self.index.pin(order.keys)
-            self._puts[order.number] = (order.slots, Ended(0, True))
+        put = self._puts.setdefault(order.number, _Put())
+        put.stored, put.ok = order.slots, ok
+        self._end_put(order.number)
+
+    def _end_put(self, number: int) -> None:
+        """Slots that no rank's tier reads any more are free of it; of a failed store a rank may have kept its share."""
+        put = self._puts[number]
+        if put.stored is None or put.ranks < self._facts.num_ranks:
+            return
+        del self._puts[number]
+        if put.ok:
+            self.index.unpin(put.stored)
+        else:
+            self.index.abandon(put.stored)
 
     def take_orders(self) -> tuple[FetchOrder, ...]:
         """As `Objects.take_orders`."""
@@ -187,12 +224,8 @@ class PoolObjects:
         """As `Objects.take_in`."""
         self._add_slots(report.ready_slots)
         for number, end in report.puts.items():
-            slots, before = self._puts[number]
-            merged = before.merged(end)
-            self._puts[number] = (slots, merged)
-            if merged.ranks == self._facts.num_ranks:
-                del self._puts[number]
-                self.index.unpin(slots)
+            self._puts.setdefault(number, _Put()).ranks += end.ranks  # maybe before the store has ended everywhere
+            self._end_put(number)
         for number, ends in report.fetches.items():
             if self._tier is not None:
                 self._tier.ended(number, ends, self._facts.num_ranks)
@@ -217,8 +250,14 @@ class PoolObjects:
         return len(self._puts) + (self._tier.num_open if self._tier is not None else 0)
 
     def reset(self) -> bool:
-        """As `Objects.reset`; those in use are forgotten when their last user is done."""
+        """As `Objects.reset`; those in use are forgotten when their last user is done, those on their way as they come.
+
+        A file tier keeps its objects, which are found again: other processes share it.
+        """
         self.index.discard(self.index.ready_keys())
+        if self._settings.file_tier is not None:
+            return False
+        self._outdated |= self._storing
         return True
 
     def close(self) -> None:

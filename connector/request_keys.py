@@ -68,7 +68,9 @@ class RequestKeys:
         salt, adapter = getattr(request, "cache_salt", None), getattr(request, "lora_request", None)
         space = self._space
         if salt:
-            space = replace(space, salt=b"%d:%b" % (len(space.salt), space.salt) + str(salt).encode())
+            space = replace(
+                space, salt=b"%d:%b" % (len(space.salt), space.salt) + str(salt).encode(errors="surrogatepass")
+            )
         if adapter is not None:
             space = replace(space, model=f"{space.model} adapter {adapter.lora_name} at {adapter.lora_path}")
         return space

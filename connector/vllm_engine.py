@@ -226,5 +226,5 @@ def _key_space(vllm_config: Any, block_tokens: tuple[int, ...], settings: Connec
         tp_rank=0,
         tp_size=parallel.tensor_parallel_size,
         layers=(0, model.get_total_num_hidden_layers()),
-        salt=settings.salt.encode(),
+        salt=settings.salt.encode(errors="surrogatepass"),
     )

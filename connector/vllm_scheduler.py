@@ -106,7 +106,8 @@ class SchedulerSide:
             return None, False
         keys = self._keys.keys(request, request.num_tokens)
         size = self._facts.space.chunk_tokens
-        hits = self.objects.find(name, keys, min(local_hit // size, len(keys)))
+        computes_all = getattr(request, "skip_reading_prefix_cache", False)  # as for log-probabilities of a prompt
+        hits = 0 if computes_all else self.objects.find(name, keys, min(local_hit // size, len(keys)))
         if hits is None:
             return None, False
         num_tokens = hits * size

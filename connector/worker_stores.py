@@ -34,6 +34,13 @@ class _Store:
     dropped: bool = False
 
 
+def _no_put() -> Future[bool]:
+    """The put of a store that failed here: other ranks' may go on, so that each rank tells of its own."""
+    done: Future[bool] = Future()
+    done.set_result(False)
+    return done
+
+
 class WorkerStores:
     """See the module.
 
@@ -137,11 +144,10 @@ class WorkerStores:
             del self._open[number]
             ok = not store.dropped and all(part.state is TransferState.LANDED for part in store.parts)
             stores[number] = Ended(1, ok)
-            if ok:
-                if self._memory is not None:
-                    self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
-                if self._tier is not None:
-                    self._puts[number] = self._threads.submit(self._put, store.order)
+            if ok and self._memory is not None:
+                self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
+            if self._tier is not None:
+                self._puts[number] = self._threads.submit(self._put, store.order) if ok else _no_put()
         puts = {
             number: Ended(1, put.result()) for number, put in self._puts.items() if put.done() and number not in stores
         }

@@ -73,7 +73,7 @@ class KeySpace:
     def digest(self) -> bytes:
         """32 bytes; fields are length-prefixed, so that no two spaces spell the same bytes."""
         fields = (
-            self.model.encode(),
+            self.model.encode(errors="surrogatepass"),  # a path may have bytes that are no text
             self.dtype.encode(),
             self.form.value.encode(),
             self.inner_layout.encode(),

@@ -33,11 +33,11 @@ def alone(document: int, num_chunks: int) -> tuple[ChunkKey, ...]:
 class Pool:
     """The scheduler side's objects, and prompts stored in them step by step."""
 
-    def __init__(self, num_slots: int, *, keeps_files: bool = False) -> None:
+    def __init__(self, num_slots: int, *, keeps_files: bool = False, num_ranks: int = 1) -> None:
         self.num_slots = num_slots
         self.keeps_files = keeps_files
         chosen = SimpleNamespace(file_tier=Path("/never-entered") if keeps_files else None, load_timeout_s=1.0)
-        facts = SimpleNamespace(space=SimpleNamespace(chunk_tokens=CHUNK_TOKENS), num_ranks=1, refusal=None)
+        facts = SimpleNamespace(space=SimpleNamespace(chunk_tokens=CHUNK_TOKENS), num_ranks=num_ranks, refusal=None)
         self.objects = PoolObjects(cast("Any", chosen), cast("Any", facts))
         self.objects.index.add_slots(0, num_slots)
         self._numbers = count()
@@ -167,14 +167,17 @@ class PoolObjectsMachine(RuleBasedStateMachine):
 
     prompts = Bundle("prompts")
 
-    @initialize(num_slots=st.integers(2, 6), keeps_files=st.booleans())
-    def start(self, num_slots: int, keeps_files: bool) -> None:
-        self.pool = Pool(num_slots, keeps_files=keeps_files)
+    @initialize(num_slots=st.integers(2, 6), keeps_files=st.booleans(), num_ranks=st.integers(1, 2))
+    def start(self, num_slots: int, keeps_files: bool, num_ranks: int) -> None:
+        self.pool = Pool(num_slots, keeps_files=keeps_files, num_ranks=num_ranks)
+        self.num_ranks = num_ranks
         self.numbers = count(1000)
         self.kept: dict[Prefix, int] = {}  # chunks of the prompts under way
         self.stores: list[StoreOrder] = []
         self.loads: list[LoadOrder] = []
-        self.puts: list[int] = []
+        self.puts: dict[int, tuple[StoreOrder, int]] = {}  # by store: ranks whose tiers may still read its slots
+        self.outdated: set[int] = set()
+        self.failed: set[int] = set()
         self.lost: set[Prefix] = set()
 
     @rule(target=prompts, document=documents)
@@ -193,26 +196,42 @@ class PoolObjectsMachine(RuleBasedStateMachine):
         if end == first:
             return
         found = self.pool.objects.reserve("r", keys_of(document[:end]), first, (), lambda: next(self.numbers))
-        whole = all(self.holds(chunk) for chunk in prefixes(document[:first]))
-        assert whole or not found, "a tail whose head is gone could never be hit"
         self.kept[document] = end
         self.stores += found or ()
+        whole = all(self.holds(chunk) for chunk in prefixes(document[:first]))
+        assert whole or not found, "a tail whose head is gone could never be hit"
+        read = {slot for order, _left in self.puts.values() for slot in order.slots}
+        for order in found or ():
+            assert read.isdisjoint(order.slots), "a tier still reads what another store would write"
+            if self.pool.keeps_files:
+                self.puts[order.number] = order, self.num_ranks
 
     @precondition(lambda self: self.stores)
     @rule(pick=st.integers(0, 9), ok=st.sampled_from([True, True, False]))
     def end_store(self, pick: int, ok: bool) -> None:
         order = self.stores.pop(pick % len(self.stores))
-        if not ok:
+        if not ok or order.number in self.outdated:
+            self.failed.add(order.number)
             self.lost |= {tuple(key.prefix) for key in order.keys}
         self.pool.objects.store_ended(order, ok=ok)
-        if ok and self.pool.keeps_files:
-            self.puts.append(order.number)
+        ready = set(self.pool.objects.index.ready_keys())
+        assert order.number not in self.outdated or ready.isdisjoint(order.keys), (
+            "stored before a reset, found behind it"
+        )
 
     @precondition(lambda self: self.puts)
-    @rule(pick=st.integers(0, 9))
-    def end_put(self, pick: int) -> None:
-        number = self.puts.pop(pick % len(self.puts))
-        self.pool.objects.take_in(StepReport(puts={number: Ended(1, True)}))
+    @rule(pick=st.integers(0, 9), ok=st.booleans())
+    def end_put_of_a_rank(self, pick: int, ok: bool) -> None:
+        """Whose own store has ended, which other ranks' need not have."""
+        order, left = self.puts[number := sorted(self.puts)[pick % len(self.puts)]]
+        if left == 1 and order in self.stores:
+            return
+        self.pool.objects.take_in(StepReport(puts={number: Ended(1, ok)}))
+        self.puts[number] = order, left - 1
+        if left == 1:
+            del self.puts[number]
+            if number in self.failed:
+                self.lost |= {tuple(key.prefix) for key in order.keys}
 
     @rule(document=prompts, local=st.integers(0, 5))
     def load(self, document: Prefix, local: int) -> None:
@@ -234,7 +253,9 @@ class PoolObjectsMachine(RuleBasedStateMachine):
     def reset(self, chance: bool) -> None:
         if chance:
             self.lost |= set(self.present())
-            self.pool.objects.reset()
+            assert self.pool.objects.reset() is not self.pool.keeps_files
+            if not self.pool.keeps_files:
+                self.outdated |= {order.number for order in self.stores}
 
     def present(self) -> list[Prefix]:
         return [tuple(key.prefix) for key in self.pool.objects.index._by_key]
@@ -255,8 +276,9 @@ class PoolObjectsMachine(RuleBasedStateMachine):
             self.pool.objects.load_ended(load)
         for order in self.stores:
             self.pool.objects.store_ended(order, ok=False)
-        for number in self.puts:
-            self.pool.objects.take_in(StepReport(puts={number: Ended(1, True)}))
+        for number, (_order, left) in self.puts.items():
+            self.pool.objects.take_in(StepReport(puts={number: Ended(left, True)}))
+        assert not self.pool.objects.num_open
         now = self.pool.objects.index.occupancy()
         assert (now.pins, now.writing) == (0, 0)
         fresh = [ChunkKey(b"other", bytes([number]), CHUNK_TOKENS) for number in range(self.pool.num_slots)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,7 +48,7 @@ class Pool:
 
 def side_of(num_ranks: int = 1, **settings: Any) -> SchedulerSide:
     facts = EngineFacts((BLOCK,), 64, num_ranks, SPACE)
-    side = SchedulerSide(ConnectorSettings(layers_per_slice=1, **settings), facts)
+    side = SchedulerSide(ConnectorSettings(**{"layers_per_slice": 1, **settings}), facts)
     side.set_ranks([RankObjects(b"s" * 32, 512)] * num_ranks, 16)
     side.bind_block_pool(Pool())
     return side
@@ -249,6 +251,58 @@ def test_a_prompt_with_media_and_another_tenants_chunks_are_a_miss() -> None:
     tenant.cache_salt = "tenant"  # type: ignore[assignment]
     assert side.matched_tokens(picture, 0) == (0, False)
     assert side.matched_tokens(tenant, 0) == (0, False)
+
+
+@pytest.mark.parametrize("ok", [True, False])
+@pytest.mark.parametrize("second_ends", ["before the put", "behind it"])
+def test_a_rank_whose_tier_is_done_before_another_rank_has_stored_is_taken_in(
+    tmp_path: Path, ok: bool, second_ends: str
+) -> None:
+    """It ended the engine, and slots of a store that failed on one rank were written while another's tier read them."""
+    tmp_path.chmod(0o700)
+    side = side_of(num_ranks=2, file_tier=tmp_path)
+    side.matched_tokens(request := Request("a", list(range(8))), 0)
+    while side.matched_tokens(request, 0)[0] is None:
+        threading.Event().wait(0.001)
+    side.allocated(request, ([1, 2],), 0)
+    (store,) = side.step_orders(output_of(("a", [1, 2], 0, 8))).stores
+    reports = [{"stores": {store.number: Ended(1, True)}}, {"puts": {store.number: Ended(1, True)}}]
+    reports.insert(1 if second_ends == "before the put" else 2, {"stores": {store.number: Ended(1, ok)}})
+    for report in reports:
+        done(side, **report)
+        assert side.has_open_work
+        assert side.objects.index.occupancy().free == 15
+    done(side, puts={store.number: Ended(1, ok)})
+    assert not side.has_open_work
+    assert side.objects.index.occupancy().free == (15 if ok else 16)
+    side.close()
+
+
+def test_whatever_a_tenant_or_an_adapter_is_called_it_has_keys_of_its_own() -> None:
+    """Half of a surrogate pair comes out of a JSON escape or a path, and has no bytes in UTF-8."""
+    side, keys = side_of(), set()
+    for salt in (None, "a", "\ud83d", "\udc80", "\ud83d\udc80"):
+        for adapter in (None, "x", "x\udce9"):
+            request = Request(f"{salt!r} {adapter!r}", list(range(16)))
+            request.cache_salt = salt  # type: ignore[assignment]
+            request.lora_request = adapter and SimpleNamespace(lora_name="x", lora_path=adapter)  # type: ignore[assignment]
+            assert side.matched_tokens(request, 0) == (0, False)
+            keys.add(side._keys.keys(request, 16))
+    assert len(keys) == 15
+
+
+@pytest.mark.parametrize("settings", [{}, {"layers_per_slice": "auto"}], ids=str)
+def test_a_prompt_that_wants_all_of_it_computed_is_a_miss_and_is_stored(settings: dict[str, Any]) -> None:
+    """As one whose own log-probabilities are asked for; vLLM 0.26 takes what it is offered all the same."""
+    side = side_of(**settings)
+    stored(side, "a", 16, [1, 2, 3, 4])
+    whole = Request("w", list(range(32)))
+    whole.skip_reading_prefix_cache = True  # type: ignore[attr-defined]
+    assert side.matched_tokens(whole, 0) == (0, False)
+    assert not side._local_hits
+    side.allocated(whole, (list(range(5, 13)),), 0)
+    (store,) = side.step_orders(output_of(("w", list(range(5, 13)), 0, 32))).stores
+    assert (store.skip_tokens, store.num_tokens) == (16, 32)
 
 
 def test_a_freed_bad_block_that_is_filled_anew_is_bad_only_beyond_what_was_computed() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from with_vllm.answers import Tolerance
 from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import GRAPHS, HIT, OWN, REPLAYED, replays
 from with_vllm.tiny_engine import PLAIN_STEPS, prompt
@@ -143,6 +144,28 @@ def test_tenants_do_not_see_each_other(free: LiveEngine) -> None:
     other = free.finish("other")[0]
     assert other.cached == 0
     assert other.same(computed)
+
+
+@pytest.mark.parametrize("width", [1, "auto"])
+def test_log_probabilities_of_a_prompt_are_those_of_all_its_tokens(free: LiveEngine, width: int | str) -> None:
+    """For those every token has to be computed, whatever is kept."""
+    free.configure(width)
+    free.stored(P)
+    loads = free.side.metrics.total("loads")
+    sampling = _sampling()
+    sampling.prompt_logprobs, sampling.skip_reading_prefix_cache = 0, True
+    found = []
+    for name in ("kept", "own hit"):
+        free.llm.llm_engine.add_request(name, {"prompt_token_ids": P}, sampling.clone())
+        while not (ended := [one for one in free.llm.llm_engine.step() if one.finished]):
+            pass
+        steps = ended[0].prompt_logprobs
+        assert ended[0].num_cached_tokens == 0
+        assert steps[0] is None
+        found.append([step[token].logprob for token, step in zip(P[1:], steps[1:], strict=True)])
+    assert len(found[0]) == len(P) - 1
+    assert found[0] == pytest.approx(found[1], abs=1e-5 + Tolerance.logprob)
+    assert free.side.metrics.total("loads") == loads
 
 
 def _sampling() -> Any:
