@@ -95,6 +95,7 @@ def test_an_object_in_two_requests_stays_until_both_released_it(pool: HostPool) 
     first, second = pool.pin(keys(1)), pool.pin(keys(1))
     first.release()
     first.release()
+    assert pool.reserve(keys(5, 6, 7, 8)) is None
     reservation = pool.reserve(keys(5, 6, 7))
     assert reservation is not None, "the three others make room"
     assert pool.leading_hits(keys(1)) == 1
