@@ -194,7 +194,7 @@ class AutoEngine(Engine):
         if job.gate is None or transfer is None or not job.gate.all_landed:
             return
         slices, num_bytes, took_ns = time_on_link(
-            transfer.load.slice_bytes, transfer.submission.arrival_ns, transfer.landing_ns, self._last_landing_ns
+            transfer.load.slice_bytes, transfer.started_ns, transfer.landing_ns, self._last_landing_ns
         )
         self._last_landing_ns = now
         self._load_ended(job, num_bytes, took_ns - slices * self._policy.slice_ns)

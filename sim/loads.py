@@ -83,6 +83,7 @@ class Loads:
         if job.request.tier:
             reader = self._tiers[job.request.tier]
             reader.fetch(transfer, partial(self._carrier.offer, transfer))
+        transfer.started_ns = now if device_ns <= now else None
         begins_ns = max(now + self._first_slice_ns, device_ns)
         if begins_ns > now:
             self._held[transfer] = begins_ns

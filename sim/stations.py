@@ -124,9 +124,20 @@ class Transfer:
     Attributes:
         available: slices that may move; fewer than all while a tier below still brings them.
         cancelled: no further slice of it is taken; one under way runs to its end.
+        started_ns: when it was put on its way; None if it had to wait then for what the device computes.
     """
 
-    __slots__ = ("_begun", "available", "cancelled", "keys", "landing_ns", "load", "on_landed", "submission")
+    __slots__ = (
+        "_begun",
+        "available",
+        "cancelled",
+        "keys",
+        "landing_ns",
+        "load",
+        "on_landed",
+        "started_ns",
+        "submission",
+    )
 
     def __init__(self, submission: Submission, load: Load, on_landed: Callable[[int], None]) -> None:
         self.submission = submission
@@ -136,6 +147,7 @@ class Transfer:
         self.landing_ns: list[int] = []
         self.available = len(load.slice_ns)
         self.cancelled = False
+        self.started_ns: int | None = None
         self._begun = 0
 
     def head(self) -> tuple[int, int, int, Transfer]:

@@ -29,7 +29,7 @@ from lamella.sim.records import RequestRecord
 from lamella.sim.requests import Job
 from lamella.sim.serving import run_world
 from lamella.sim.settings import SubmitAt
-from lamella.sim.strategies import AUTO, CHUNK_MAJOR, Device, Regime, Strategy, parse_strategy
+from lamella.sim.strategies import AUTO, CHUNK_MAJOR, IN_TURN, Device, Regime, Strategy, parse_strategy
 from lamella.sim.world import World
 
 FIFO_FIRST = parse_strategy("fifo/1/first")
@@ -211,6 +211,19 @@ def test_it_begins_with_how_long_steps_of_its_prompts_take_be_it_to_launch_them(
     steps = run_world(device, regime, CHUNK_MAJOR, 20, 0, keep=True).steps
     took_ns = statistics.median(step.end_ns - step.start_ns for step in steps if step.chunks)
     assert expected_ns == pytest.approx(took_ns, rel=0.12)
+
+
+def test_a_load_of_one_slice_teaches_what_the_link_takes_where_it_could_begin_at_once(
+    settled: list[Correction],
+) -> None:
+    """One that waits for what the device computes would teach that the link is as slow as that."""
+    overheads = replace(open_overheads(SHIPPED).overheads, drift_permille=0)
+    device = Device(load_profile(), extrapolate=True).with_overheads(overheads)
+    world = run_world(device, Regime(15_360, 4_096, 8, 16), IN_TURN, 8, 0)
+    ((known,), engine) = settled, world._engine
+    assert isinstance(engine, AutoAheadEngine)
+    assert SEEN < engine.correction.wire_seen < SEEN + 64, "some were taught by, and others not"
+    assert engine.correction.wire == pytest.approx(known.wire, rel=0.01)
 
 
 def test_chunk_major_is_left_to_the_workers_looks_as_the_connector_leaves_it() -> None:
