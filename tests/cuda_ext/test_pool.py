@@ -136,7 +136,9 @@ def test_pinning_what_leads_is_looking_up_and_pinning_in_one(held: list[int], wa
     assert reserved is not None
     index.commit(reserved.slots)
     leading = keys(*wanted)[: index.leading_hits(keys(*wanted))]
-    found, again = index.pin_leading(keys(*wanted)), index.pin(leading)
+    found = index.pin_leading(keys(*wanted))
+    assert index.reserve(keys(*range(10, 17 - len(set(leading))))) is None, "what is pinned is not evicted"
+    again = index.pin(leading)
     assert found == again
     assert index.occupancy().pins == 2 * len(leading)
     assert index.reserve(keys(*range(10, 17 - len(set(leading))))) is None, "what is pinned is not evicted"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import strategies as st
@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from lamella.reference.prefix_ages import Kept, PrefixAges
 from prefix_model import Prefix, PrefixModel, prefixes
 
-documents = st.lists(st.integers(0, 1), min_size=1, max_size=5).map(tuple)
+documents = st.sampled_from([end for document in product((0, 1), repeat=3) for end in prefixes(document)])
+firsts = st.sampled_from([0, 0, 0, 1, 2])
 
 
 def chunks_of(*names: str) -> list[Kept[str]]:
@@ -45,6 +46,15 @@ def test_a_head_was_used_when_its_tail_was_also_once_that_is_gone() -> None:
         ages.free(chunks)
     ages.remove(tail[0])
     assert gone(ages, 2) == "b1 a1"
+
+
+def test_of_what_was_used_together_what_has_lost_its_head_leaves_first() -> None:
+    ages: PrefixAges[str, Kept[str]] = PrefixAges()
+    chunks = chunks_of("a1", "a2", "a3")
+    ages.add(chunks)
+    ages.remove(chunks.pop(1))
+    ages.free(chunks)
+    assert gone(ages, 2) == "a3 a1"
 
 
 def test_what_two_prompts_share_leaves_after_both() -> None:
@@ -99,12 +109,14 @@ def test_keys_that_would_come_behind_themselves_are_refused_and_nothing_changes(
 def test_a_use_costs_nothing_that_stays() -> None:
     """A pool that never fills is used for ever and takes nothing out."""
     ages: PrefixAges[str, Kept[str]] = PrefixAges()
-    chunks = chunks_of("a1", "a2")
-    ages.add(chunks)
-    for _ in range(10_000):
+    used, others = chunks_of("a1", "a2"), chunks_of("b1", "b2")
+    for chunks in (others, used):
+        ages.add(chunks)
         ages.free(chunks)
+    for _ in range(10_000):
+        ages.free(used)
     assert len(ages._leaves) < 100
-    assert gone(ages, 2) == "a2 a1"
+    assert gone(ages, 4) == "b2 b1 a2 a1"
 
 
 class Counted(str):
@@ -147,7 +159,7 @@ class AgesMachine(RuleBasedStateMachine):
         self.model = PrefixModel()
         self.free: set[Prefix] = set()
 
-    @rule(document=documents, first=st.integers(0, 4))
+    @rule(document=documents, first=firsts)
     def add(self, document: Prefix, first: int) -> None:
         missing = [chunk for chunk in prefixes(document)[first:] if chunk not in self.model.used]
         chunks = [Kept(chunk, chunk[:-1] or None) for chunk in missing]
@@ -155,12 +167,17 @@ class AgesMachine(RuleBasedStateMachine):
         self.ages.add(chunks)
         self.model.add(missing)
 
-    @rule(document=documents, first=st.integers(0, 4))
+    @rule(document=documents, first=firsts)
     def let_go(self, document: Prefix, first: int) -> None:
         found = [chunk for chunk in prefixes(document)[first:] if chunk in self.model.used]
         self.ages.free([self.ages.kept[chunk] for chunk in found])
         self.model.use(found)
         self.free.update(found)
+
+    @rule(document=documents, first=firsts)
+    def store(self, document: Prefix, first: int) -> None:
+        self.add(document, first)
+        self.let_go(document, first)
 
     @rule(document=documents)
     def hold(self, document: Prefix) -> None:
@@ -176,9 +193,8 @@ class AgesMachine(RuleBasedStateMachine):
             self.model.remove(document)
             self.free.discard(document)
 
-    @rule(count=st.integers(0, 6), document=documents)
-    def take(self, count: int, document: Prefix) -> None:
-        keep = prefixes(document)
+    @rule(count=st.integers(1, 6), keep=st.lists(documents, max_size=2))
+    def take(self, count: int, keep: list[Prefix]) -> None:
         expected = self.model.leaving(count, self.free, keep)
         taken = self.ages.take(count, keep)
         assert (None if taken is None else [chunk.key for chunk in taken]) == expected
