@@ -56,6 +56,7 @@ test-vllm: prepare
 	@.venv-vllm-wheel/bin/pytest -p no:asyncio -p with_vllm.ahead_on_cpu -p with_vllm.full_graphs_before $(AHEAD)
 
 dev:
+	@echo "== installing what pyproject.toml asks for into $(DEV): some minutes"
 	@test -x $(DEV)/bin/pip || $${PYTHON:-python3} -m venv $(DEV)
 	@$(DEV)/bin/pip install -qq --upgrade pip "scikit-build-core>=1.0" "cmake>=3.24" "ninja>=1.11"
 	@$(DEV)/bin/pip install -qq --no-build-isolation -e ".[dev,plot,parquet,redis,s3,server]"
