@@ -7,7 +7,8 @@ however many steps it was stored and whoever used which part of it.
     add ──► kept ──free──► may leave once nothing behind it is kept ──take──► gone
                └──────────────────remove───────────────────────────────────────┘
 
-No call walks a prefix: each costs the chunks that it names or takes, however long what comes before them is.
+Each call costs the chunks that it names or takes, however long what comes before them is; only whether a prompt is
+whole is looked up chunk by chunk where one has lost its head, and then once.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Kept(Generic[Key]):
         is_free: nobody holds it. `PrefixAges.free` sets it; whoever takes hold of the chunk clears it.
         used: when it was last used, or something that has left from behind it was.
         num_behind: kept chunks right behind it.
+        seen_whole: how many heads had been lost when everything before it was seen to be kept; -1: never.
     """
 
     key: Key
@@ -38,6 +40,7 @@ class Kept(Generic[Key]):
     is_free: bool = field(default=False, init=False)
     used: int = field(default=0, init=False)
     num_behind: int = field(default=0, init=False)
+    seen_whole: int = field(default=-1, init=False)
 
 
 Node = TypeVar("Node", bound=Kept[Any])
@@ -54,6 +57,7 @@ class PrefixAges(Generic[Key, Node]):
         self._missing: dict[Key, int] = {}  # not kept -> kept chunks right behind it
         self._leaves: list[tuple[int, int, Node]] = []  # a heap of (used, push, chunk); some entries are out of date
         self._now = self._pushes = 0
+        self._lost_heads = 0
 
     @property
     def kept(self) -> Mapping[Key, Node]:
@@ -64,11 +68,17 @@ class PrefixAges(Generic[Key, Node]):
         """Whether a prompt is kept from its first chunk to this one; None: to nowhere, which it is."""
         if not self._missing:  # then nothing is kept without what comes before it
             return last is None or last in self._kept
+        passed: list[Node] = []
         while last is not None:
             found = self._kept.get(last)
             if found is None:
                 return False
+            if found.seen_whole == self._lost_heads:
+                break
+            passed.append(found)
             last = found.before
+        for chunk in passed:
+            chunk.seen_whole = self._lost_heads
         return True
 
     def check(self, chunks: Sequence[Node]) -> None:
@@ -119,6 +129,7 @@ class PrefixAges(Generic[Key, Node]):
         chunk.is_free = False
         if chunk.num_behind:
             self._missing[chunk.key] = chunk.num_behind
+            self._lost_heads += 1
         self._unlink(chunk)
 
     def take(self, count: int, keep: Collection[Key | None]) -> list[Node] | None:
