@@ -154,6 +154,12 @@ class AheadEngine(Engine):
     def _engine_wait_ns(self) -> int:
         return max(0, self._device_ns - self._clock.now_ns)
 
+    def _forecast_layers_ns(self, job: Job, tokens: int) -> tuple[int, ...]:
+        """As steps of so many tokens have been observed: no shorter than their launches."""
+        computing = super()._forecast_layers_ns(job, tokens)
+        least_ns = self._overheads.least_prefill_ns(tokens)
+        return computing if sum(computing) >= least_ns else tuple(split_evenly(least_ns, len(computing)))
+
     # ---------------------------------------------------------------- a pass
 
     def _look(self) -> None:

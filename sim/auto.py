@@ -253,7 +253,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
     def _settled(self, job: Job) -> Correction:
         """What such requests have taught an engine that serves for a while: of steps and loads beside each other.
 
-        And of others, shorter, what launching takes at least.
+        And what launching their steps takes, which is the least that is known of any.
         """
         policy, load = self._policy, job.request.load
         prefill = job.request.cached_tokens, self._scheduler.first_chunk_tokens(job)
@@ -263,7 +263,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
         seen = Correction()
         for _ in range(SEEN):
             seen = seen.after_load(wire_ns, bytes_ns).after_steps(prefill_ns, step_ns)
-        return replace(seen, least_ns=float(self._overheads.least_step_ns), least_seen=SEEN)
+        return replace(seen, least_ns=float(self._overheads.least_prefill_ns(prefill[1])), least_seen=SEEN)
 
     # ---- what the scheduler side sees
 

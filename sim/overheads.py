@@ -117,10 +117,9 @@ class Overheads:
             return self.prefill_launch_ns
         return self.full_launch_ns if full_graphs and not prefills else self.launch_ns
 
-    @property
-    def least_step_ns(self) -> int:
-        """What a step with a long prompt takes at least: its layers' launches."""
-        return max(0, self.prefill_launch_ns - self.tail_ns)
+    def least_prefill_ns(self, num_tokens: int) -> int:
+        """What a step of so many tokens with a prefill in it takes at least: its layers' launches."""
+        return max(0, self.forward_ns(num_tokens, full_graphs=False, prefills=True) - self.tail_ns)
 
     def with_parts_of(self, other: Overheads, names: Iterable[str]) -> Overheads:
         """These, with the named parts of the others, and their rows where both have one of as many tokens."""
