@@ -169,8 +169,8 @@ def test_the_readme_quotes_them(kept: dict[str, Any]) -> None:
         f"In the {WORDS[len(HELD_OUT)]} recordings made after its overheads were shipped: "
         f"{' and '.join(two_of(held_out))} of {len(held_out)} arms",
         f"side of zero in {test['signs_right']} of {test['signs_shown']} effects",
-        f"best in {len(advice) - len(off)} of {len(advice)} cells by commit and {off[0]:.1%} to {off[-1]:.1%} off in the "
-        f"other {WORDS[len(off)]}",
+        f"best in {len(advice) - len(off)} of {len(advice)} cells by commit and "
+        f"{off[0]:.1%} to {off[-1]:.1%} off in the other {WORDS[len(off)]}",
         f"off by {autos[0]:+.0%} to {autos[-1]:+.0%} in {len(autos)} cells by commit".replace("-", "−"),
         f"and by {least:+.0%} in one with misses".replace("-", "−"),
     ):
