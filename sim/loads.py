@@ -135,7 +135,8 @@ class Loads:
         now = self._clock.now_ns
         end_ns = now + self._carrier.ahead_ns()
         for transfer, begins_ns in self._held.items():
-            end_ns = max(end_ns, begins_ns) + sum(transfer.load.slice_ns)
+            if not transfer.cancelled:
+                end_ns = max(end_ns, begins_ns) + sum(transfer.load.slice_ns)
         return end_ns - now
 
     def last_rank(self, job: Job) -> int:
