@@ -102,8 +102,11 @@ class RedisTier:
     def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         """As `Tier.get_ranges`."""
         read = self.get_leading([key], ranges, [into])
-        if read.error is not None:
-            raise read.error
+        try:
+            if read.error is not None:
+                raise read.error
+        finally:
+            del read  # an error that its own frame holds keeps the buffers alive until a collection of garbage
 
     def get_leading(
         self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]

@@ -1,5 +1,7 @@
 """What every tier promises (TIER-1 to TIER-4), each kind with its real server."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -54,6 +56,23 @@ def test_a_missing_object_is_a_key_error_and_deleting_it_is_false(tier: Tier) ->
     put(tier, 1)
     assert tier.delete(key(1)) is True
     assert tier.exists([key(1)]) == (False,)
+
+
+def test_an_error_keeps_no_buffer_alive(tier: Tier) -> None:
+    """Memory that an engine gives back as it ends was not to be unmapped, after one file that had gone."""
+
+    def asked() -> weakref.ref[memoryview]:
+        buffer = memoryview(bytearray(SIZE))
+        with pytest.raises(KeyError):
+            tier.get_ranges(key(1), WHOLE, [buffer])
+        return weakref.ref(buffer)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asked()() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(
