@@ -106,6 +106,7 @@ def register(app: typer.Typer) -> None:
             if tcp is not None:
                 if tcp_key is None or tcp_clients is None:
                     raise ValueError("--tcp needs --tcp-key and --tcp-clients: without keys nobody is let in")
+                _check_port(tcp)
                 door = TcpDoor(tcp, CurveKeys.load(tcp_key), tcp_clients)
             moves = None
             if device is not None:
@@ -130,7 +131,8 @@ def register(app: typer.Typer) -> None:
         sys.setswitchinterval(0.0005)  # a tier's thread lets the loop go on at once
         signal.signal(signal.SIGTERM, stop)
         signal.signal(signal.SIGINT, stop)
-        _log.info("serving", extra={"folder": str(settings.folder), "memory_bytes": settings.pool_bytes, "http": http})
+        said = {"folder": str(settings.folder), "memory_bytes": settings.pool_bytes, "http": http, "tcp": tcp or "off"}
+        _log.info("serving", extra=said)
         try:
             server.run()
         finally:
@@ -150,6 +152,13 @@ def _check_memory(pool_bytes: int, said: str) -> None:
             f"/dev/shm has {space.f_bavail * space.f_frsize} bytes left, --memory asks for {pool_bytes}: ask for less, "
             "or mount a larger one (docker: --shm-size; Kubernetes: an emptyDir of medium Memory)"
         )
+
+
+def _check_port(tcp: str) -> None:
+    """A port that is none is not taken modulo 65,536, as the library would: it would be another door than was said."""
+    port = tcp.rpartition(":")[2]
+    if port != "*" and not (re.fullmatch(r"[0-9]{1,5}", port) and int(port) <= 65535):
+        raise ValueError(f"--tcp is tcp://HOST:PORT with a port up to 65535, got {tcp!r}")
 
 
 def _address(text: str) -> tuple[str, int]:

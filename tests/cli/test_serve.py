@@ -29,6 +29,8 @@ from lamella.cli.main import build_app
         (["--device", "tpu:0"], 'a device is "cpu" or "cuda:N"'),
         (["--device", "cuda:99"], "cuda:99 cannot be used: "),
         (["--tcp", "tcp://0.0.0.0:1"], "--tcp needs --tcp-key and --tcp-clients"),
+        (["--tcp", "tcp://0.0.0.0:99999", "--tcp-key", "x", "--tcp-clients", "y"], "with a port up to 65535, got"),
+        (["--tcp", "tcp://0.0.0.0", "--tcp-key", "x", "--tcp-clients", "y"], "--tcp is tcp://HOST:PORT"),
         (["--log-level", "loud"], "a log level is debug, info, warning or error, got 'loud'"),
         (["--lease", "soon"], "a span of time"),
     ],
