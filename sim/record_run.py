@@ -26,7 +26,7 @@ def record_world(world: World, system: str, strategy: str, num_layers: int, note
     """
     if world.records and not world.steps:
         raise ValueError("the world kept no steps; build it with keep_steps=True")
-    if any(record.load_bytes for record in world.records) and not world.slices:
+    if any(record.load_bytes and not record.failure for record in world.records) and not world.slices:
         raise ValueError("the world kept no slices; build it with keep_slices=True")
     landed: dict[tuple[int, int], int] = {}
     for busy in world.slices:

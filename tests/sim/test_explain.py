@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from lamella.reference.chrome_trace import from_chrome_trace, to_chrome_trace
@@ -155,6 +155,7 @@ def test_every_stall_is_blamed_on_whom_the_world_blames(seed: int) -> None:
 
 
 @given(st.integers(0, 2**32))
+@example(2_455_485_478)  # every load is given up before its first slice
 def test_a_recording_survives_the_way_through_a_trace(seed: int) -> None:
     recording, _ = recorded(random_world(seed))
     assert from_chrome_trace(to_chrome_trace(recording)) == recording
