@@ -163,7 +163,7 @@ def test_a_probe_stays_one_when_it_is_asked_again_and_asking_again_brings_none()
 def test_reports_correct_the_profile_links_and_steps_apart() -> None:
     auto = auto_of()
     expected = auto._policy.wire_ns(1_000)
-    auto.observed(Observed(1, 1, 1_000 * 131_072, 2 * expected + auto._policy.slice_ns, 1, 100, 50))
+    auto.observed(Observed().with_load(1, 1_000 * 131_072, 2 * expected + auto._policy.slice_ns).with_step(100, 50))
     assert auto.correction.wire == pytest.approx(2, rel=1e-3)
     assert auto.correction.steps == pytest.approx(0.5)
     before = auto.correction

@@ -19,6 +19,7 @@ from rank_driver import (
     THERE,
     RankMemory,
     ServerProcess,
+    caught,
     engine_of,
     join,
     keys_of,
@@ -64,19 +65,8 @@ def test_the_servers_own_move_drains_too(tmp_path: Path) -> None:
     ):
         keys = keys_of(memory, range(8 * 64))
         store(worker, memory, keys, range(128))
-        memory.poison()
         there = range(200, 328)
-        for _attempt in range(20):
-            number, _locked = load(worker, keys, there)
-            until(worker, lambda report: "r" in report.received)
-            os.kill(server.process.pid, signal.SIGSTOP)
-            transfer = transfer_of(worker, number)
-            landed = transfer.query().landed
-            if landed < 32:
-                break
-            os.kill(server.process.pid, signal.SIGCONT)
-            until(worker, lambda report, wanted=number: wanted in report.loads)
-        assert 1 <= landed < 32, "the server was never caught in the middle"
+        number, transfer, landed = caught(worker, server, memory, keys, there)
         assert not transfer.state.is_final
         assert worker.poll().loads == {}
         assert set(range(landed)) <= set(memory.right_layers(keys, there))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from rank_driver import (
     RankMemory,
     ServerProcess,
     both_sides,
+    caught,
     join,
     keys_of,
     load,
@@ -119,14 +118,7 @@ def test_a_server_killed_in_the_middle_costs_a_failed_load_within_its_bound(tmp_
         keys = keys_of(memory, range(8 * 64))
         store(worker, memory, keys, range(128))
         there = range(200, 328)
-        for _attempt in range(20):
-            number, _locked = load(worker, keys, there)
-            until(worker, lambda report: "r" in report.received)
-            os.kill(server.process.pid, signal.SIGSTOP)
-            if transfer_of(worker, number).query().landed < 32:
-                break
-            os.kill(server.process.pid, signal.SIGCONT)
-            until(worker, lambda report, wanted=number: wanted in report.loads)
+        number, _transfer, _landed = caught(worker, server, memory, keys, there)
         began = time.monotonic()
         worker.begin_step(num_tokens=1, held_blocks=frozenset(there))
         worker.wait_layer(31)

@@ -246,6 +246,30 @@ def stored_here(worker: Worker, memory: RankMemory, engine: TransferEngine) -> t
     return keys
 
 
+def caught(
+    worker: Worker, server: ServerProcess, memory: RankMemory, keys: Sequence[ChunkKey], there: Sequence[int]
+) -> tuple[int, Arriving, int]:
+    """A load that the server moves, the server stopped in the middle of it: its number, itself, layers landed by then.
+
+    A busy machine lets a whole load pass between two looks, so it is tried until one is caught.
+    """
+    end = time.monotonic() + WAIT_S
+    while time.monotonic() < end:
+        memory.poison()
+        number, _locked = load(worker, keys, there)
+        reports = until(worker, lambda report: "r" in report.received)
+        if number in reports[-1].loads:  # it landed whole between two looks
+            continue
+        os.kill(server.process.pid, signal.SIGSTOP)
+        transfer = transfer_of(worker, number)
+        landed = transfer.query().landed
+        if 1 <= landed < transfer.num_slices:
+            return number, transfer, landed
+        os.kill(server.process.pid, signal.SIGCONT)
+        until(worker, lambda report, wanted=number: wanted in report.loads)
+    raise TimeoutError(f"the server was not caught in the middle of a load within {WAIT_S:g} s")
+
+
 class Released(NamedTuple):
     """A load on its way whose request may run.
 
