@@ -165,6 +165,10 @@ class ConnectorSettings:
             _check_number(name, getattr(self, name), int | float)
         if self.file_tier_gib is not None:
             _check_number("file_tier_gib", self.file_tier_gib, int | float)
+            if self.file_tier is None:
+                raise ValueError(f"file_tier_gib {self.file_tier_gib} limits a folder: give file_tier, or leave it out")
+            if not self.file_tier_bytes:
+                raise ValueError(f"file_tier_gib {self.file_tier_gib} is less than a byte: raise it, or leave it out")
         _check_number("bystander_weight", self.bystander_weight, int | float, least=0)
         texts = ("order", "object_form", "salt", "carrier", "profile", "transfer_side", "full_graphs")
         for name in texts if self.release is None else (*texts, "release"):
@@ -227,11 +231,8 @@ class ConnectorSettings:
                 hint = f"did you mean {near[0]}?" if near else f"known: {', '.join(known)}"
                 raise ValueError(f"unknown setting {name!r} in kv_connector_extra_config: {hint}")
         given = dict(values)
-        for name in ("file_tier", "server"):
-            if isinstance(given.get(name), str) and not given[name].strip():
-                raise ValueError(f"{name} must be a folder, got an empty name; leave it out for none")
         if isinstance(given.get("file_tier"), str):
-            given["file_tier"] = Path(given["file_tier"]).expanduser()
+            given["file_tier"] = _file_tier_folder(given["file_tier"])
         if isinstance(given.get("server"), str):
             given["server"] = _server_folder(given["server"])
         return cls(**given)
@@ -281,17 +282,37 @@ class ConnectorSettings:
         return Carrier.VALUE if self.full_graphs == "inside" else Carrier[self.carrier.upper()]
 
 
+def _folder(name: str, text: str) -> Path:
+    if not text.strip():
+        raise ValueError(f"{name} must be a folder, got an empty name; leave it out for none")
+    if "\0" in text:
+        raise ValueError(f"{name} must be a folder, got {text!r}, which none can be called")
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"{name} {text!r}: {error} Write the folder out") from error
+
+
+def _file_tier_folder(text: str) -> Path:
+    if "://" in text:
+        raise ValueError(
+            f"file_tier must be a folder, got {text!r}: other tiers are a cache server's; start one with --tier {text}"
+            ", and name its folder as server"
+        )
+    return _folder("file_tier", text)
+
+
 def _server_folder(text: str) -> Path:
     """The folder of a server that is named by its folder, or by its socket in it."""
     scheme, colon, rest = text.partition("://")
     if not colon:
-        return Path(text).expanduser()
+        return _folder("server", text)
     if scheme != "ipc":
         raise ValueError(
             f"server must be the folder of a server on this host, whose memory can be mapped, got {text!r}: over "
             f"{scheme} it can only be asked"
         )
-    path = Path(rest)
+    path = _folder("server", rest)
     return path.parent if path.name == _SERVER_SOCKET else path
 
 

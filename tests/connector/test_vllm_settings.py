@@ -83,6 +83,18 @@ def test_no_value_of_layers_per_slice_stops_an_engine(value: Any) -> None:
         ({"carrier": "pigeon"}, ValueError, "carrier must be event or value"),
         ({"file_tier": ""}, ValueError, "file_tier must be a folder, got an empty name; leave it out for none"),
         ({"server": " "}, ValueError, "server must be a folder, got an empty name; leave it out for none"),
+        ({"server": "ipc://"}, ValueError, "server must be a folder, got an empty name; leave it out for none"),
+        ({"file_tier": "~nobody-is-called-so/kv"}, ValueError, "file_tier '~nobody-is.* Write the folder out"),
+        ({"server": "~nobody-is-called-so/kv"}, ValueError, "server '~nobody-is.* Write the folder out"),
+        ({"file_tier": "a\0b"}, ValueError, r"file_tier must be a folder, got 'a\\x00b', which none can be called"),
+        ({"server": "a\0b"}, ValueError, r"server must be a folder, got 'a\\x00b'"),
+        (
+            {"file_tier": "s3://bucket/kv"},
+            ValueError,
+            "start one with --tier s3://bucket/kv, and name its folder as server",
+        ),
+        ({"file_tier_gib": 5}, ValueError, "file_tier_gib 5 limits a folder: give file_tier"),
+        ({"file_tier": "/kv", "file_tier_gib": 1e-12}, ValueError, "file_tier_gib 1e-12 is less than a byte: raise it"),
     ],
 )
 @pytest.mark.known_fault(8)
