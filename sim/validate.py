@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 
 from lamella.sim.checks import PERCENTILES, ArmCheck, Measured, Predicted, RecordedArm, Where, check_arm, group_arms
 from lamella.sim.host_fit import fit
-from lamella.sim.overheads import MeasuredOverheads, Overheads
+from lamella.sim.overheads import MeasuredOverheads, Overheads, shipped_overheads
 from lamella.sim.recorded import RecordedRepeat, RecordedRun
 from lamella.sim.recorded_arms import InputsWait
 from lamella.sim.splits import Split
@@ -172,6 +172,11 @@ class Validation:
                     + ("; not judged by: its lane fell behind" if arm.spoiled else "")
                     + ("; not judged by: its auto went by other rules" if arm.other_auto else "")
                 )
+        if self.fitted and not self.calibrate.arms:
+            said.append(
+                "Overheads: no cell in which they are measured was recorded, so all is predicted on the bare device; "
+                f"--overheads takes a measured set: {', '.join(shipped_overheads())}, or a .json file."
+            )
         test = self.test
         said.append(
             f"Held out: error of the mean time to first token {test.error_at(0.5):.1%} in the median and "

@@ -65,6 +65,14 @@ def test_what_was_recorded_once_has_no_scatter_and_is_said_to() -> None:
     assert "inf" not in first
 
 
+def test_a_run_without_a_cell_to_measure_overheads_in_is_said_to_be_predicted_bare() -> None:
+    run = read_recorded(recorded_lines(CELLS[:1], DEVICE, TRUE, repeats=2), "a run")
+    *_, told, _ = validate(run, DEVICE, Split(("z",), ("a",))).lines()
+    assert told.startswith("Overheads: no cell in which they are measured was recorded")
+    assert "vllm-0.26-h200-llama-3.1-8b, or a .json file" in told
+    assert told not in validate(run, DEVICE, Split((), ("a",)), KNOWN).lines()
+
+
 def test_an_engine_that_does_not_schedule_ahead_is_refused_by_cell() -> None:
     rows = [engine_row(async_scheduling=False), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)]
     with pytest.raises(ValueError, match="x, fifo_first: the engine did not schedule its steps ahead"):
