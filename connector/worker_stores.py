@@ -35,7 +35,7 @@ class _Store:
 
 
 def _no_put() -> Future[bool]:
-    """The put of a store that failed here: other ranks' may go on, so that each rank tells of its own."""
+    """The put of a store that failed here. Other ranks' may go on, so each rank tells of its own."""
     done: Future[bool] = Future()
     done.set_result(False)
     return done
@@ -148,9 +148,7 @@ class WorkerStores:
                 self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
             if self._tier is not None:
                 self._puts[number] = self._threads.submit(self._put, store.order) if ok else _no_put()
-        puts = {
-            number: Ended(1, put.result()) for number, put in self._puts.items() if put.done() and number not in stores
-        }
+        puts = {number: Ended(1, put.result()) for number, put in self._puts.items() if put.done()}
         for number in puts:
             del self._puts[number]
         fetches = {

@@ -278,6 +278,21 @@ def test_a_rank_whose_tier_is_done_before_another_rank_has_stored_is_taken_in(
     side.close()
 
 
+def test_a_store_that_was_dropped_is_tried_again_beside_a_tier_too(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    side = side_of(file_tier=tmp_path)
+    side.matched_tokens(request := Request("a", list(range(8))), 0)
+    while side.matched_tokens(request, 0)[0] is None:
+        threading.Event().wait(0.001)
+    side.allocated(request, ([1, 2, 3],), 0)
+    (store,) = side.step_orders(output_of(("a", [1, 2, 3], 0, 8))).stores
+    request.all_token_ids.append(9)
+    done(side, stores={store.number: Ended(1, False)}, puts={store.number: Ended(1, False)})
+    (again,) = side.step_orders(output_of(("a", [], 8, 1), new=False)).stores
+    assert (again.slots, again.keys) == (store.slots, store.keys)
+    side.close()
+
+
 def test_whatever_a_tenant_or_an_adapter_is_called_it_has_keys_of_its_own() -> None:
     """Half of a surrogate pair comes out of a JSON escape or a path, and has no bytes in UTF-8."""
     side, keys = side_of(), set()

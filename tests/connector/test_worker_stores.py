@@ -56,7 +56,8 @@ def test_every_rank_tells_of_every_store_once_when_its_tier_is_done_with_it(
     stores.step_computed(lambda tables: spoiled)
     is_kept = state is TransferState.LANDED and not spoiled
     ended, puts, _fetches = stores.poll()
-    assert (ended, puts) == ({7: Ended(1, is_kept)}, {})  # that the store has ended is told first
+    assert ended == {7: Ended(1, is_kept)}
+    assert puts or is_kept  # of what failed at once, so that it can be stored again
     until = time.monotonic() + 10
     while not puts and time.monotonic() < until:
         ended, puts, _fetches = stores.poll()
