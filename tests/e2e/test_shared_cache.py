@@ -1,4 +1,4 @@
-"""The example of two engines on one cache server, and the same with a load that is left out."""
+"""The example of two engines on one cache server fails where a load is left out; that it runs, test_programs shows."""
 
 import subprocess
 import sys
@@ -21,14 +21,6 @@ def _run(program: Path) -> subprocess.CompletedProcess[str]:
 def _needs_torch_and_a_server() -> None:
     for package in ("torch", "zmq"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-
-
-def test_the_second_engine_answers_with_what_the_first_computed() -> None:
-    result = _run(EXAMPLES / "shared_cache.py")
-    assert result.returncode == 0, result.stderr
-    assert (
-        result.stdout == "the second engine loaded 192 tokens that the first had computed: answers equal to the bit\n"
-    )
 
 
 def test_without_the_load_its_answer_differs(tmp_path: Path) -> None:
