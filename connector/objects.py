@@ -94,8 +94,7 @@ class Objects(Protocol):
 class _Put:
     """A store on its way into the file tier: the slots that it reads, once stored on every rank, and who is done."""
 
-    stored: tuple[int, ...] | None = None
-    ok: bool = True
+    slots: tuple[int, ...] | None = None
     ranks: int = 0
 
 
@@ -193,28 +192,25 @@ class PoolObjects:
     def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
         """As `Objects.store_ended`."""
         ok = not self._is_over(order) and ok
-        if ok:
-            self.index.commit(order.slots)
-        if self._settings.file_tier is None:
-            if not ok:
-                self.index.abandon(order.slots)
+        keeps_files = self._settings.file_tier is not None
+        if not ok and not keeps_files:
+            self.index.abandon(order.slots)
             return
-        if ok:
-            self.index.pin(order.keys)
-        put = self._puts.setdefault(order.number, _Put())
-        put.stored, put.ok = order.slots, ok
+        self.index.commit(order.slots)
+        if not keeps_files:
+            return
+        self.index.pin(order.keys)
+        if not ok:  # it can be tried again, while a rank that has its share makes a file of it
+            self.index.discard(order.keys)
+        self._puts.setdefault(order.number, _Put()).slots = order.slots
         self._end_put(order.number)
 
     def _end_put(self, number: int) -> None:
-        """Slots that no rank's tier reads any more are free of it; of a failed store a rank may have kept its share."""
+        """Slots that no rank's tier reads any more are free of it."""
         put = self._puts[number]
-        if put.stored is None or put.ranks < self._facts.num_ranks:
-            return
-        del self._puts[number]
-        if put.ok:
-            self.index.unpin(put.stored)
-        else:
-            self.index.abandon(put.stored)
+        if put.slots is not None and put.ranks == self._facts.num_ranks:
+            del self._puts[number]
+            self.index.unpin(put.slots)
 
     def take_orders(self) -> tuple[FetchOrder, ...]:
         """As `Objects.take_orders`."""

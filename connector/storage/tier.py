@@ -3,7 +3,7 @@
 A slice of layers is a few ranges of an object (`LayerKey.ranges`), so any store that reads ranges serves layer by
 layer: files by offset, Redis by GETRANGE, S3 by ranged GET.
 
-Contracts, which `tests/connector/tier_laws.py` checks of every tier:
+Contracts, which `tests/connector/storage/test_tier_laws.py` checks of every tier:
 
 - TIER-1 an object is visible whole or not at all: `exists` never says yes to one whose `put` has not ended, whatever
   died in between.

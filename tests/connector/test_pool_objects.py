@@ -118,6 +118,16 @@ def test_a_tail_that_a_file_tier_has_kept_leaves_before_its_head() -> None:
     assert pool.objects.index.leading_hits(alone(0, 4)) == 3
 
 
+def test_a_failed_store_is_tried_again_though_a_rank_still_makes_a_file_of_its_share() -> None:
+    pool = Pool(4, keeps_files=True, num_ranks=2)
+    (failed,) = pool.reserve(0, 0, 2) or ()
+    pool.objects.store_ended(failed, ok=False)
+    (again,) = pool.reserve(0, 0, 2) or ()
+    assert set(again.slots).isdisjoint(failed.slots), "its file is made of these"
+    pool.objects.take_in(StepReport(puts={failed.number: Ended(2, False)}))
+    assert pool.objects.index.occupancy().free == 2
+
+
 def test_a_prompt_that_grows_lies_side_by_side_though_others_store_too() -> None:
     """A slice of it is one copy then (POOL-5)."""
     pool = Pool(9)
