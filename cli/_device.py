@@ -21,5 +21,6 @@ def open_device(name: str) -> Device:
         device = Device(name)
         device.facts()
     except (ImportError, RuntimeError) as missing:
-        raise ValueError(f"{name} cannot be used: {missing}") from missing
+        remedy = "" if name == "cpu" else "; lamella doctor says what this machine has, and --device cpu needs no GPU"
+        raise ValueError(f"{name} cannot be used: {missing}{remedy}") from missing
     return device

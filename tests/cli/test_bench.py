@@ -90,6 +90,7 @@ def test_wrong_bytes_end_the_run_instead_of_giving_a_figure(monkeypatch: pytest.
     ("arguments", "message"),
     [
         (["--device", "tpu"], 'a device is "cpu" or "cuda:N", got \'tpu\''),
+        (["--device", "cuda:99"], "lamella doctor says what this machine has, and --device cpu needs no GPU"),
         (["--device", "cpu", "--size", "many"], "a size is a whole number with KiB"),
         (["--device", "cpu", "--size", "1"], "the size must be between 64 KiB and"),
         (["--device", "cpu", "--size", "999999999GiB"], "of which this machine's memory holds 4"),
