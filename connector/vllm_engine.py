@@ -45,6 +45,11 @@ def check_engine(vllm_config: Any, settings: ConnectorSettings) -> None:
             f"pipeline_parallel_size {parallel.pipeline_parallel_size}: stages of a pipeline are not supported: set it "
             "to 1, and tensor_parallel_size to the number of GPUs"
         )
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False) and (settings.server or settings.file_tier):
+        raise ValueError(
+            "calculate_kv_scales gives each process scales of its own, so that none can read what another has kept: "
+            f"leave it out, or leave {'server' if settings.server else 'file_tier'} out"
+        )
     if not settings.waits_in_forward:
         return
     _check_forward(vllm_config, settings)

@@ -151,6 +151,23 @@ def test_a_way_to_spread_an_engine_that_is_not_built_is_refused_as_it_is_made(
     check_engine(config, ConnectorSettings.from_mapping(settings))
 
 
+@pytest.mark.parametrize("kept", [{}, {"file_tier": "/kv"}, {"server": "/run/lamella"}], ids=str)
+@pytest.mark.parametrize("calculated", [False, True])
+def test_scales_of_one_process_are_refused_where_another_would_read_what_it_keeps(
+    engine: LiveEngine, calculated: bool, kept: dict[str, Any]
+) -> None:
+    config = copy(engine.llm.llm_engine.vllm_config)
+    caches = copy(config.cache_config)
+    object.__setattr__(caches, "calculate_kv_scales", calculated)
+    object.__setattr__(config, "cache_config", caches)
+    settings = ConnectorSettings.from_mapping({"layers_per_slice": 0, **kept})
+    if calculated and kept:
+        with pytest.raises(ValueError, match=rf"calculate_kv_scales .*: leave it out, or leave {next(iter(kept))} out"):
+            check_engine(config, settings)
+    else:
+        check_engine(config, settings)
+
+
 def test_below_another_connector_it_is_refused_at_start_with_what_to_do(
     engine: LiveEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
