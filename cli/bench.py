@@ -138,8 +138,10 @@ def register(app: typer.Typer) -> None:
             found = open_device(device)
             try:
                 measured = ServerBench(folder or default_folder(), found, shape, num_bytes, settings)
-            except (ServerLostError, RefusedError, OSError) as refused:
-                raise ValueError(f"no server to measure: {refused}; start one with `lamella serve`") from refused
+            except RefusedError as refused:
+                raise ValueError(f"the server refuses: {refused}") from refused
+            except (ServerLostError, OSError) as lost:
+                raise ValueError(f"no server to measure: {lost}; start one with `lamella serve`") from lost
         with measured:
             report = measured.run(lambda line: typer.echo(f"… {line}", err=True))
         for line in report.lines():

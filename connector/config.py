@@ -160,6 +160,10 @@ Slice(first_layer=4, num_layers=1))
 
     def _parsed_width(self) -> int | tuple[int, ...]:
         width = self.layers_per_slice
+        if width == "auto":
+            raise ValueError(
+                'layers_per_slice "auto" is the vLLM connector\'s alone: give a number, or a schedule such as "1,1,2"'
+            )
         if isinstance(width, str):
             return parse_width(width)
         if isinstance(width, bool) or not isinstance(width, int):

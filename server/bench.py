@@ -73,7 +73,7 @@ class ServerBench:
         engine_options: for the worker's `TransferEngine`.
 
     Raises:
-        RuntimeError: the server has no room for the prefix, or moved wrong bytes.
+        ValueError: the server has no room for the prefix.
         (others): as `Worker`.
     """
 
@@ -121,6 +121,12 @@ class ServerBench:
             )
             self._keys = chunk_keys(space, range(tokens))
             self._space = space
+            if self._num_slots < len(self._keys):
+                raise ValueError(
+                    f"the server has {self._num_slots} slots of {shape.geometry.object_bytes} bytes for this model and "
+                    f"{len(self._keys)} are needed: start it with more --memory, which its --models share, or measure "
+                    "a smaller --size"
+                )
             self._stack = stack.pop_all()
         self.report = ServerBenchReport(self.worker.transfer_side.value, self.memory.num_bytes, shape.name)
 
@@ -188,16 +194,20 @@ class ServerBench:
         Until then the server fills its memory and who moves registers it, which takes the host's bandwidth and the
         device's lock from what is measured.
         """
-        shared = self.worker.session.epoch.shared
-        assert shared is not None, "a rank has slots"
         seen, since = -1, time.monotonic()
-        while (ready := self._ready_slots()) < shared.shape.num_slots:
+        while (ready := self._ready_slots()) < self._num_slots:
             if ready > seen:
                 seen, since = ready, time.monotonic()
             elif time.monotonic() - since > _STILL_S:
-                self.report.skipped.append(f"{shared.shape.num_slots - ready} slots did not become usable")
+                self.report.skipped.append(f"{self._num_slots - ready} slots did not become usable")
                 return
             time.sleep(0.02)
+
+    @property
+    def _num_slots(self) -> int:
+        shared = self.worker.session.epoch.shared
+        assert shared is not None, "a rank has slots"
+        return shared.shape.num_slots
 
     def _ready_slots(self) -> int:
         own = self.worker.mover.ready_slots
@@ -348,7 +358,7 @@ class ServerBench:
                     time.sleep(0.001)
                 self._time_lookups(keys, worker)
         except Exception as refused:
-            self.report.skipped.append(f"lookup of {num_chunks} chunks: {refused} (start the server with --models 2)")
+            self.report.skipped.append(f"lookup of {num_chunks} chunks: {refused}")
 
     # ---- the end
 

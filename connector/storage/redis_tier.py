@@ -17,8 +17,9 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, Final, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from lamella.connector.storage.header_cache import HeaderCache
 from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, take
@@ -37,6 +38,7 @@ on the next answers while this one is checked and copied gives 1.1 to 1.7 times 
 2 MiB give no more, and a refill at every answer costs a third at 16 KiB. Answers of 2 MiB asked for one by one came to
 0.8 times the client's own loop, two by two to 1.05 (least times: 0.87 and 1.24).
 """
+_TLS_FILES: Final = frozenset({"ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile"})
 _BACKOFF_S: Final = (0.02, 0.2)  # first and longest wait between attempts
 
 _log = logging.getLogger(__name__)
@@ -229,6 +231,9 @@ class RedisServer:
             raise ValueError(
                 f"the URL's options for {parts.hostname} must be redis-py's, those of TLS behind rediss://: {unknown}"
             ) from None
+        for option, path in parse_qsl(parts.query):
+            if option in _TLS_FILES and not Path(path).exists():
+                raise ValueError(f"{option} in the URL for {parts.hostname} names {path}, which is not there")
         self._redis = redis
         self.name = f"redis:{parts.hostname}:{parts.port or 6379}{parts.path.rstrip('/')}"
         self._url = url

@@ -54,6 +54,7 @@ def test_asynchronous_and_layerwise_loading_together_are_refused_with_the_reason
         ({"layers_per_slice": 4}, "means nothing without use_layerwise"),
         ({"use_layerwise": True, "layers_per_slice": 0}, "at least 1, got 0"),
         ({"use_layerwise": True, "layers_per_slice": "1,x"}, "got '1,x'"),
+        ({"use_layerwise": True, "layers_per_slice": "auto"}, "is the vLLM connector's alone"),
         ({"io_threads": 0}, "io_threads must be at least 1, got 0"),
         ({"local_file_folder": ""}, "local_file_folder must be a folder, got an empty name; leave it out for none"),
         ({"wait_timeout_s": 0}, "wait_timeout_s must be positive and finite, got 0"),

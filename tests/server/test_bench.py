@@ -17,8 +17,10 @@ from lamella.cuda_ext.bench_cases import MAIN_SHAPES
 from lamella.cuda_ext.beside import torch_reason
 from lamella.cuda_ext.device import Device
 from lamella.server.bench import HERE, IDLE, ServerBench, ServerBenchSettings
-from lamella.server.connection import ServerLostError
+from lamella.server.connection import Connection, ServerLostError
+from lamella.server.protocol import Stats, StatsReport
 from rank_driver import ServerProcess, serving
+from waiting import wait_until
 
 try:
     DEVICE = Device("cpu")
@@ -120,14 +122,17 @@ def test_a_wrong_byte_on_the_server_is_found(server: ServerProcess) -> None:
             bench._row(IDLE, 1)
 
 
-def test_a_prefix_that_does_not_fit_is_refused_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lamella.server.bench.TIMEOUT_S", 2.0)
-    with (
-        serving(tmp_path / "s", "--memory", "16MiB", "--models", "2") as server,
-        _bench(server) as bench,
-        pytest.raises((RuntimeError, ValueError), match="more --memory|can never fit|none|not stored"),
-    ):
-        bench.prepare()
+def test_a_prefix_that_does_not_fit_is_refused_with_the_remedy_before_anything_is_stored(tmp_path: Path) -> None:
+    with serving(tmp_path / "s", "--memory", "16MiB", "--models", "2") as server:
+        wait_until((server.folder / "server.sock").exists, "it serves")
+        command = ["bench", "server", "--folder", str(server.folder), "--device", "cpu", "--size", "64MiB"]
+        for layers, reason in (("2", "4 slots of 2097152 bytes for this model and 32 are needed"), ("32", "refuses: ")):
+            found = CliRunner().invoke(build_app(), [*command, "--layers", layers, "--widths", "1"])
+            assert found.exit_code == 2
+            assert reason in " ".join(found.output.split())
+        with Connection(server.folder, timeout_s=15.0) as connection:
+            figures = connection.call(Stats(), StatsReport).figures
+        assert not any(value for name, value in figures.items() if "stored" in name), figures
 
 
 def test_the_command_without_a_server_says_what_to_start(tmp_path: Path) -> None:

@@ -330,6 +330,7 @@ def test_a_dead_node_costs_its_own_objects_within_the_time_out_and_comes_back(tm
         ("redis:///0", {}, "got scheme 'redis' and host None"),
         ("redis://host/x", {}, "ends with the number of a database, got '/x'"),
         ("redis://:sesame@host/0?foo=1", {}, "options for host must be redis-py's.*'foo'"),
+        ("rediss://host/0?ssl_ca_certs=/nowhere/ca.pem", {}, "ssl_ca_certs in the URL for host names /nowhere/ca.pem"),
         ("redis://host/0?ssl_ca_certs=ca.pem", {}, "those of TLS behind rediss://.*ssl_ca_certs"),
         ("redis://host", {"ttl_s": float("nan")}, "ttl_s must be at least a millisecond and finite, got nan"),
         ("redis://host", {"timeout_s": 0}, "timeout_s must be positive"),
