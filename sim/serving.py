@@ -198,6 +198,7 @@ def trade_of_off(off: Strategy, other: Strategy, ttft: float, end: float) -> str
         ttft: the other's mean TTFT over off's.
         end: the same of whole answers.
 
+    >>> from lamella.sim.strategies import CHUNK_MAJOR, RECOMPUTE
     >>> trade_of_off(RECOMPUTE, CHUNK_MAJOR, 1.17, 0.622)
     "Of what is off, chunk-major's first tokens come 17.0% later than recompute's, and its answers end 37.8% earlier."
     """

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from lamella.connector.storage.file_space import stored_files
-from lamella.connector.storage.redis_tier import NAMESPACE, RedisServer
+from lamella.connector.storage.redis_server import RedisServer
+from lamella.connector.storage.redis_tier import NAMESPACE
 from lamella.connector.storage.s3_tier import S3Bucket
 from lamella.connector.storage.tier import TierError
 from lamella.connector.storage.tier_url import TierUrl

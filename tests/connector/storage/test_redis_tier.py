@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lamella.connector.storage.redis_tier import MAX_VALUE_BYTES, Question, RedisServer, RedisTier
+from lamella.connector.storage.redis_server import Question, RedisServer
+from lamella.connector.storage.redis_tier import MAX_VALUE_BYTES, RedisTier
 from lamella.connector.storage.tier import DamagedObjectError, TierError
 from lamella.reference.layout import ByteRange
 from storage_servers import REDIS_MISSING, RedisProcess, Wire, redis_server
