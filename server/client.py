@@ -279,7 +279,9 @@ class CacheSession:
         timeout_s: float | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> _Answer:
-        """As `Connection.call`, on this thread's connection; a session that the server does not know is lost.
+        """As `Connection.call`, on this thread's connection.
+
+        A session that the server does not know is lost, and so is a server that has come back as another version.
 
         Raises:
             ServerLostError, RefusedError: as `Connection.call`.
@@ -290,7 +292,7 @@ class CacheSession:
             self._lose(str(lost))
             raise
         except RefusedError as refused:
-            if refused.code is Code.UNKNOWN_SESSION:
+            if refused.code in (Code.UNKNOWN_SESSION, Code.VERSION):
                 self._lose(str(refused))
                 raise ServerLostError(str(refused)) from None
             raise

@@ -209,7 +209,11 @@ class Connection:
         try:
             number = number_of(frames)
         except RefusedError as wrong:
-            _log.warning("an answer cannot be read: %s", wrong)
+            _answer, asked = self._open.pop(wrong.number, (None, None))
+            if asked is not None:  # of another version, which is told to whoever waits
+                asked.set_exception(wrong)
+            else:
+                _log.warning("an answer cannot be read: %s", wrong)
             return
         answer, future = self._open.pop(number, (None, None))
         if answer is None or future is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,13 +13,14 @@ import zmq
 import zmq.auth
 
 import lamella
+from lamella.reference.keys import chunk_keys
 from lamella.server.client import CacheSession
 from lamella.server.connection import Connection, ServerLostError
 from lamella.server.endpoint import CurveKeys, ipc_endpoint
 from lamella.server.frames import RefusedError, decode_answer, encode
 from lamella.server.protocol import Found, Ping, Pong, Registered, Role, Stats, StatsReport
 from lamella.server.wire import HEADER, MAGIC, MAX_MESSAGE_BYTES, PROTOCOL_VERSION, Code, Kind
-from server_driver import ServerProcess, figure, registration, server_process
+from server_driver import MISS, ServerProcess, figure, registration, server_process, space_of, tokens
 
 
 def test_bytes_that_are_no_message_are_answered_and_the_server_goes_on(tidy_server: ServerProcess) -> None:
@@ -49,6 +51,21 @@ def test_bytes_that_are_no_message_are_answered_and_the_server_goes_on(tidy_serv
 def test_another_version_is_refused_before_anything_else(tidy_server: ServerProcess) -> None:
     with pytest.raises(RefusedError, match=f"the server is lamella {lamella.__version__}, the client lamella 0.0.7"):
         CacheSession(tidy_server.folder, registration(lamella_version="0.0.7"))
+
+
+def test_another_protocol_is_told_at_once_and_a_server_that_comes_back_with_one_is_a_miss(
+    tidy_server: ServerProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = CacheSession(tidy_server.folder, registration(role=Role.SCHEDULER, alive=""), timeout_s=20.0)
+    begun = time.monotonic()
+    monkeypatch.setattr("lamella.server.frames.PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    assert session.lookup(chunk_keys(space_of(), tokens(1))) == MISS
+    assert session.is_lost
+    with pytest.raises(RefusedError, match=f"protocol {PROTOCOL_VERSION + 1} .* the other protocol {PROTOCOL_VERSION}"):
+        CacheSession(tidy_server.folder, registration(), timeout_s=20.0)
+    assert time.monotonic() - begun < 10.0, "nobody waits for an answer that has come"
+    monkeypatch.undo()
+    session.close()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
