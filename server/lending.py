@@ -168,9 +168,9 @@ class Lending:
         if not all(_may_reach(_place(rank), heads[rank.rank]) for rank in ranks):
             self._metrics.no_head.inc()
             return Stored(0, (), False, True, "", 0, 0)
+        asked = [(rank, _keys(rank, message.prefixes, message.last_tokens)) for rank in ranks]
         loans: dict[int, tuple[Session, Loan, tuple[int, ...]]] = {}
-        for rank in ranks:
-            keys = _keys(rank, message.prefixes, message.last_tokens)
+        for rank, keys in asked:
             try:
                 reservation = _place(rank).storage.allocate(keys, heads[rank.rank])
             except ValueError as refused:

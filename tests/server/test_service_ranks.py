@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lamella.reference.geometry import KVGeometry, ObjectForm
+from lamella.reference.layout import ObjectLayout
+from lamella.server.shapes import send_groups
 from lamella.server.wire import Code
-from server_driver import MISS, Bench, Client, keys_of, layout_of, refused, registration, space_of
+from server_driver import CHUNK, MISS, Bench, Client, keys_of, layout_of, refused, registration, space_of
 
 
 def two_ranks(bench: Bench, **others: object) -> tuple[Client, Client, Client]:
@@ -109,3 +113,16 @@ def test_ranks_that_disagree_on_a_chunk_s_bytes_are_refused(tmp_path: Path) -> N
             bench.rank(rank=1, num_ranks=2, space=space_of(rank=1, ranks=2), chunk_bytes=500)
         with refused(Code.REFUSED, "at least this rank's 128, got 5"):
             bench.rank(chunk_bytes=5)
+
+
+def test_keys_that_one_rank_refuses_take_no_slot_of_another(tmp_path: Path) -> None:
+    """Ranks with chunks of other sizes: the last one is a chunk of the first alone."""
+    half = CHUNK // 2
+    smaller = ObjectLayout.single(KVGeometry(2, 2, 1, 4, 2, half), half, ObjectForm.TOKEN)
+    space = replace(space_of(rank=1, ranks=2), chunk_tokens=half)
+    with Bench(tmp_path, models=2) as bench:
+        first = bench.rank(num_ranks=2, space=space_of(ranks=2))
+        bench.rank(num_ranks=2, rank=1, space=space, groups=send_groups(smaller))
+        with refused(Code.REFUSED, f"between 1 and {half} tokens, got last_tokens {CHUNK}"):
+            first.allocate(keys_of(1))
+        assert bench.occupancy()[1] == 0, "nothing is being written"
