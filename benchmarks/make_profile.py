@@ -11,6 +11,7 @@ did not enter the tables.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import sys
@@ -170,7 +171,10 @@ def report(mapping: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    out = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE.parent / "sim" / "profiles" / "h200-llama-3.1-8b.json"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    shipped = HERE.parent / "sim" / "profiles" / "h200-llama-3.1-8b.json"
+    parser.add_argument("out", nargs="?", type=Path, default=shipped, help="the profile's file")
+    out = parser.parse_args().out
     mapping = build()
     report(mapping)
     lines = [f" {json.dumps(key)}: {json.dumps(value)}" for key, value in mapping.items()]

@@ -5,10 +5,10 @@ python tests/support/protocol_fuzz.py 600
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import logging
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -207,7 +207,10 @@ def _answered(bench: Bench, frames: list[bytes]) -> str:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("seconds", type=float, help="how long it goes on")
+    options = parser.parse_args()
     logging.disable()
     with tempfile.TemporaryDirectory() as made:
-        for outcome, count in fuzz(Path(made), seconds=float(sys.argv[1])).most_common():
+        for outcome, count in fuzz(Path(made), seconds=options.seconds).most_common():
             print(f"{count:9d}  {outcome}")
