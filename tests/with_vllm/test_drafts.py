@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -22,11 +23,13 @@ NEW = 24
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama: Path) -> Iterator[LiveEngine]:
-    with pytest.MonkeyPatch.context() as patch:
+    from torch import _dynamo as dynamo
+
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         if not ON_GPU:
             zeros = torch.zeros  # there is no other memory than the host's
             patch.setattr(torch, "zeros", lambda *shape, pin_memory=False, **options: zeros(*shape, **options))
-            patch.setattr("torch._dynamo.config.disable", True)  # half a minute of compiling, for a few comparisons
+            stack.enter_context(dynamo.config.patch(disable=True))  # half a minute of compiling, for a few comparisons
         live = LiveEngine(
             tiny_llama,
             {**GRAPHS, "layers_per_slice": 1, "host_pool_gib": 0.1, "chunk_tokens": 64, "load_timeout_s": 300},
