@@ -23,12 +23,15 @@ from lamella.connector.storage.held_prefix import HeldPrefix
 from lamella.reference.keys import ChunkKey
 from lamella.reference.plan import Direction
 from pool_model import NUM_SLOTS, Object, PoolModel, Prefix
+from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
 
 MAX_CHUNKS, LAYERS, MAX_OPEN = 4, 3, 2
 TABLE = MAX_CHUNKS * CHUNK // BLOCK
 POISON = 0xFFFF
+SOON_S = 3.0
+"""What ends on other threads, reads of tiers and copies that were let go of, may be seen a moment late."""
 
 documents = st.lists(st.integers(0, 1), min_size=1, max_size=MAX_CHUNKS)
 
@@ -307,18 +310,28 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def references_are_what_the_model_says(self) -> None:
-        self.run.settle()
-        now = self.run.pool.report().occupancy
         pins = sum(one.pins for one in [*self.model.ready.values(), *self.model.zombies])
-        assert (now.pins, now.writing, now.ready) == (pins, len(self.model.writing), len(self.model.ready))
-        assert now.free == NUM_SLOTS - len(self.model.ready) - len(self.model.writing) - len(self.model.zombies)
+        held = pins, len(self.model.writing), len(self.model.ready)
+        free = NUM_SLOTS - len(self.model.ready) - len(self.model.writing) - len(self.model.zombies)
+
+        def are_so() -> bool:
+            now = self.run.pool.report().occupancy
+            return (now.pins, now.writing, now.ready, now.free) == (*held, free)
+
+        self.run.settle()
+        wait_until(are_so, f"(pins, writing, ready) are {held} and {free} slots free", SOON_S)
 
     @invariant()
     def buffers_are_held_only_for_the_slice_to_come(self) -> None:
-        self.run.settle()
         waiting = sum(one.tier_chunks for one in self.retrieves if one.yields <= LAYERS)
-        used = self.run.buffers.used
-        assert used == waiting or (used < waiting and any(one.shaken for one in self.retrieves))
+        may_be_fewer = any(one.shaken for one in self.retrieves)
+
+        def are_so() -> bool:
+            used = self.run.buffers.used
+            return used == waiting or (used < waiting and may_be_fewer)
+
+        self.run.settle()
+        wait_until(are_so, f"{waiting} buffers are held", SOON_S)
 
     @invariant()
     def the_tier_keeps_only_what_was_computed(self) -> None:
@@ -329,7 +342,7 @@ class CacheMachine(RuleBasedStateMachine):
             one.generator.close()
         for held, _ in self.pins:
             held.release()
-        assert self.run.references() == (0, 0, 0), "everything returned to its baseline"
+        wait_until(lambda: self.run.references() == (0, 0, 0), "everything returned to its baseline", SOON_S)
         self.run.close()
 
 

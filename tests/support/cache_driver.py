@@ -176,7 +176,8 @@ class Deployment:
 
     def settle(self) -> None:
         """Whatever goes on in the background has ended."""
-        assert self.cache_engine.drain(WAIT_S)  # first: what a load lets go of may be written to nearer tiers
+        self.storage.flush(WAIT_S)  # what is read from tiers goes on to the device
+        assert self.cache_engine.drain(WAIT_S)  # and what a load lets go of may be written to nearer tiers
         self.storage.flush(WAIT_S)
 
     def references(self) -> tuple[int, int, int]:
