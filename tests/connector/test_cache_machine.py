@@ -224,6 +224,12 @@ class CacheMachine(RuleBasedStateMachine):
         self.stores.append(one)
         self.step_store(one)
 
+    @precondition(lambda self: len(self.stores) < MAX_OPEN)
+    @rule(document=documents)
+    def store_whole(self, document: list[int]) -> None:
+        self.begin_store(document)
+        self.end_store(len(self.stores) - 1)
+
     @precondition(lambda self: self.stores)
     @rule(which=st.integers(0, 9), times=st.integers(1, LAYERS))
     def advance_store(self, which: int, times: int) -> None:
@@ -270,9 +276,9 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ---- what goes wrong
 
-    @rule(document=documents)
-    def evict(self, document: list[int]) -> None:
-        prefixes = self.prefixes(document)[-2:]
+    @rule(document=documents, most=st.integers(1, MAX_CHUNKS))
+    def evict(self, document: list[int], most: int) -> None:
+        prefixes = self.prefixes(document)[-most:]
         self.run.pool.discard([self.key(prefix) for prefix in prefixes])
         self.model.discard(prefixes)
 
