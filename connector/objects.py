@@ -114,8 +114,7 @@ class PoolObjects:
         """Slots that the index knows of."""
         self._tier: TierPrefetch | None = None
         self._puts: dict[int, _Put] = {}
-        self._storing: set[int] = set()
-        self._outdated: set[int] = set()  # of those, what a reset would have forgotten had it been there already
+        self._storing: dict[int, bool] = {}  # stores under way: was the pool reset meanwhile?
 
     def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
         """As `Objects.set_ranks`."""
@@ -173,7 +172,7 @@ class PoolObjects:
             chunks, slots, own = zip(*run, strict=True)
             end = (chunks[-1] + 1) * size
             number = take_number()
-            self._storing.add(number)
+            self._storing[number] = False
             orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, own))
         return orders
 
@@ -184,10 +183,7 @@ class PoolObjects:
 
     def _is_over(self, order: StoreOrder) -> bool:
         """Nothing of the store is under way; whether the pool was reset meanwhile."""
-        self._storing.discard(order.number)
-        was_outdated = order.number in self._outdated
-        self._outdated.discard(order.number)
-        return was_outdated
+        return self._storing.pop(order.number, False)
 
     def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
         """As `Objects.store_ended`."""
@@ -253,7 +249,7 @@ class PoolObjects:
         self.index.discard(self.index.ready_keys())
         if self._settings.file_tier is not None:
             return False
-        self._outdated |= self._storing
+        self._storing = dict.fromkeys(self._storing, True)
         return True
 
     def close(self) -> None:

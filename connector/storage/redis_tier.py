@@ -19,7 +19,7 @@ from typing import Final
 from lamella.connector.storage.header_cache import HeaderCache
 from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, take
 from lamella.connector.storage.redis_server import Question, RedisServer
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges
+from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges, get_alone
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -89,12 +89,7 @@ class RedisTier:
 
     def get_ranges(self, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
         """As `Tier.get_ranges`."""
-        read = self.get_leading([key], ranges, [into])
-        try:
-            if read.error is not None:
-                raise read.error
-        finally:
-            del read  # an error that its own frame holds keeps the buffers alive until a collection of garbage
+        get_alone(self, key, ranges, into)
 
     def get_leading(
         self, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]

@@ -122,6 +122,16 @@ def check_ranges(ranges: Sequence[ByteRange], into: Sequence[memoryview], object
             raise ValueError(f"the buffer of {wanted} holds {buffer.nbytes} bytes")
 
 
+def get_alone(tier: Tier, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
+    """As `Tier.get_ranges`, of a tier that reads several objects as it reads one."""
+    error = tier.get_leading([key], ranges, [into]).error
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # one that its own frame holds keeps the buffers alive until a collection of garbage
+
+
 def get_in_turn(
     tier: Tier, keys: Sequence[ChunkKey], ranges: Sequence[ByteRange], into: Sequence[Sequence[memoryview]]
 ) -> Leading:

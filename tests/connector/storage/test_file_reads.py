@@ -18,6 +18,7 @@ from lamella.connector.storage.open_files import OpenFiles
 from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError
 from lamella.reference.layout import ByteRange
 from tier_objects import content, key
+from waiting import wait_until
 
 
 @pytest.fixture
@@ -273,10 +274,7 @@ def test_what_a_load_that_was_given_up_left_open_is_closed_later(
 
 
 def wait_until_closed(kept: Kept) -> None:
-    until_s = time.monotonic() + WAIT_S
-    while kept.disk.open_now and time.monotonic() < until_s:
-        time.sleep(0.005)
-    assert kept.disk.open_now == {}
+    wait_until(lambda: kept.disk.open_now == {}, "no file is open", WAIT_S)
 
 
 def test_removed_files_do_not_keep_their_bytes_on_the_disk_of_an_idle_tier(
