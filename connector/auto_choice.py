@@ -23,7 +23,7 @@ from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes
-from lamella.reference.engine_clock import EngineClock, joining_ns
+from lamella.reference.engine_clock import ORDERING_NS, EngineClock, joining_ns
 from lamella.reference.hand_out import CandidateLoad, release_lag_ns, released_at_hand_out
 from lamella.reference.release import StallPrice
 from lamella.reference.slices import plan_slices
@@ -56,6 +56,7 @@ class AutoChoice:
         self._policy = self.forecast.policy
         single = len(facts.block_tokens) == 1
         self._can = Abilities(early=single, sync=single)
+        self._before_batch = settings.before_batch
         self._facts = facts
         self._metrics = metrics
         self._clock_ns = clock_ns
@@ -121,6 +122,7 @@ class AutoChoice:
             idle=self._engine.is_idle,
             release_lag_ns=self._release_lag_ns,
             joining_ns=joining_ns(num_tokens),
+            ordering_ns=ORDERING_NS if self._before_batch else None,
             first_tokens=self._first_tokens if self._facts.steps_ahead else 0,
         )
         decision = self._policy.choose(view, self.correction, self._can)

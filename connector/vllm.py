@@ -20,6 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from lamella.connector.back_end import back_end_of
+from lamella.connector.before_batch import tell_second_runner_first
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
@@ -142,6 +143,8 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         check_stands_alone(self)
         if not self._refused:
             facts = replace(self._rank_facts, full_graphs=full_graphs(self._vllm_config))
+            if self.settings.before_batch and getattr(self._vllm_config, "use_v2_model_runner", False):
+                tell_second_runner_first()
             self.worker = self._worker_side(self.settings, facts, kv_caches, self._rules, self._engine_options)
 
     def get_handshake_metadata(self) -> LamellaHandshake | None:
@@ -162,9 +165,9 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         return worker.captured is not None and worker.captured.is_capturing()
 
     def handle_preemptions(self, kv_connector_metadata: LamellaOrders) -> None:
-        """Blocks that this step writes are not read by a store any more."""
+        """The first that a worker hears of a step; it may hear it twice."""
         if self.worker is not None and isinstance(kv_connector_metadata, LamellaOrders):
-            self.worker.flush(kv_connector_metadata.orders)
+            self.worker.see(kv_connector_metadata.orders)
 
     def bind_connector_metadata(self, connector_metadata: LamellaOrders) -> None:
         """The step's loads begin here, and where no layer will wait they are waited for.

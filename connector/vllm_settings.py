@@ -118,6 +118,8 @@ class ConnectorSettings:
         full_graphs: `before`: vLLM keeps full CUDA graphs for steps that only decode, and such a step waits before its
             graph for the whole of what is landing; `never`: where layers wait, it is asked for piecewise ones;
             `inside`: layers' waits are captured into its full graphs, and a load has `wait_timeout_s` in all.
+        before_batch: a load that its request's own step waits for (`use_layerwise`, or where `auto` chose so) begins
+            before the model runner prepares that step's batch, not behind it; see `lamella.connector.before_batch`.
         staging_mib, window_mib, in_flight_mb, turn_mib: bounds of the transfer engine, see `TransferEngine`.
         profile: what `auto`, and a release just in time, know of the device before they have observed any: a shipped
             profile, or a file that `lamella calibrate` wrote.
@@ -148,6 +150,7 @@ class ConnectorSettings:
     salt: str = ""
     carrier: str = "event"
     full_graphs: str = "before"
+    before_batch: bool = False
     staging_mib: int = 64
     window_mib: int = 16
     turn_mib: int = 32
@@ -156,8 +159,9 @@ class ConnectorSettings:
     bystander_weight: float = BYSTANDER_WEIGHT
 
     def __post_init__(self) -> None:
-        if not isinstance(self.use_layerwise, bool):
-            raise TypeError(f"use_layerwise must be true or false, got {self.use_layerwise!r}")
+        for name in ("use_layerwise", "before_batch"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be true or false, got {getattr(self, name)!r}")
         for name in ("chunk_tokens", "max_loads", "io_threads", "staging_mib", "window_mib", "in_flight_mb"):
             _check_number(name, getattr(self, name), int)
         _check_number("turn_mib", self.turn_mib, int, least=0)

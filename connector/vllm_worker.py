@@ -166,7 +166,7 @@ class WorkerSide:
         )
         self.stores = self.mover.stores(self.slices, settings.use_layerwise and choice.layerwise, self.metrics)
         self._orders = StepOrders()
-        self._flushed: StepOrders | None = None
+        self._seen: StepOrders | None = None
         self._received: set[str] = set()
         self._failed_requests: set[str] = set()
         self._report = StepReport()
@@ -223,16 +223,22 @@ class WorkerSide:
 
     # ---- the hooks, in the order of a step
 
-    def flush(self, orders: StepOrders) -> None:
-        """Stores whose blocks this step writes have ended; the first sight of a step's orders."""
-        self._flushed = orders
+    def see(self, orders: StepOrders) -> None:
+        """Stores whose blocks the step writes have ended: at the first sight of its orders, and once.
+
+        Under `before_batch` loads that it waits for begin.
+        """
+        if self._seen is orders:
+            return
+        self._seen = orders
         if orders.flushes:
             self.stores.flush(orders.flushes, _STORE_FLUSH_S)
+        if self._settings.before_batch:
+            self.loads.begin_joining(orders)
 
     def begin_step(self, orders: StepOrders) -> None:
         """The step's loads begin and its stores are known."""
-        if self._flushed is not orders:
-            self.flush(orders)
+        self.see(orders)
         self._orders = orders
         if orders.stores or orders.fetches:
             self.stores.begin_step(orders.stores, orders.fetches)

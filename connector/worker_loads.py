@@ -92,6 +92,13 @@ class WorkerLoads:
 
     # ---- a step begins
 
+    def begin_joining(self, orders: StepOrders) -> None:
+        """Loads whose requests join the step whose orders these are begin ahead of `begin_step`, which leaves them."""
+        now_ns = time.monotonic_ns()
+        for order in orders.loads:
+            if order.joins_step:
+                self.begin(order, now_ns)
+
     def begin_step(self, orders: StepOrders) -> None:
         """Orders are taken in, loads begin, and it is settled what this step's layers wait for."""
         now_ns = time.monotonic_ns()
@@ -109,7 +116,8 @@ class WorkerLoads:
         for number in orders.cancels:
             self.cancel(number)
         for order in orders.loads:
-            self.begin(order, now_ns)
+            if order.number not in self._loads:  # else it has begun already
+                self.begin(order, now_ns)
         for number in orders.released:
             self._let_run(number, now_ns)
         readable = (load for load in self._loads.values() if load.released and load.may_be_read_by(orders))

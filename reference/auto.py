@@ -136,7 +136,7 @@ class AutoPolicy:
             raise ValueError(f"a choice needs a hit and new tokens behind it, got {view}")
         times = (view.link_wait_ns, view.engine_wait_ns, view.queued_ns, view.step_ns, view.release_lag_ns)
         if (
-            min(*times, view.joining_ns, view.first_tokens, view.sharing) < 0
+            min(*times, view.joining_ns, view.ordering_ns or 0, view.first_tokens, view.sharing) < 0
             or not 0 <= view.bystanders <= view.decoding
         ):
             raise ValueError(f"times and counts must be at least 0, got {view}")
@@ -211,7 +211,8 @@ class AutoPolicy:
         First tokens that are computed now are handed out when this load has landed, and those of prefills that share
         the step when all of it is computed.
         """
-        begins_ns = max(view.link_wait_ns, view.joining_ns)  # the load, which the step brings with it
+        ordering_ns = view.joining_ns if view.ordering_ns is None else min(view.ordering_ns, view.joining_ns)
+        begins_ns = max(view.link_wait_ns, ordering_ns)  # the load, which the step brings with it
         start_ns = max(view.engine_wait_ns, view.joining_ns) + view.queued_ns - begins_ns
         width, done_ns, landed_ns = self._best_width(wire_ns, first_ns, start_ns, None, least, len(view.waiting))
         ttft = begins_ns + done_ns + prefill_ns - first_ns

@@ -53,7 +53,8 @@ class AutoView:
         idle: whether the engine computes nothing, so that it looks every idle poll.
         release_lag_ns: from the look or hand-out that lets a request run to the start of its step, while the engine
             computes a step for others; 0 where steps follow each other.
-        joining_ns: what the host takes to put the request into a step, before its load begins if it joins at once.
+        joining_ns: what the host takes to put the request into a step.
+        ordering_ns: of that, what goes before its load begins if it joins at once; None: all of it.
         first_tokens: of the step that computes now. An engine that schedules ahead hands them out when the next step
             has been launched, which ends with the landing of what that step waits for.
     """
@@ -72,6 +73,7 @@ class AutoView:
     idle: bool = True
     release_lag_ns: int = 0
     joining_ns: int = 0
+    ordering_ns: int | None = None
     first_tokens: int = 0
 
 

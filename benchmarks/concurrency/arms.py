@@ -58,6 +58,7 @@ _CHUNK: Final = {"layers_per_slice": 0, "release": "whole"}
 _AUTO: Final = {"layers_per_slice": "auto"}
 _NO_TURNS: Final[dict[str, Any]] = {"turn_mib": 0}
 _BEFORE: Final[dict[str, Any]] = {"full_graphs": "before"}
+_BEFORE_BATCH: Final[dict[str, Any]] = {**_BEFORE, "before_batch": True}
 ARMS: Final[dict[str, Arm]] = {
     arm.name: arm
     for arm in (
@@ -104,7 +105,9 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("jit_full_graphs", _layerwise(release="jit:step", **_BEFORE), graphs="full"),
         Arm("shortest_full_graphs", _layerwise("shortest_remaining", **_BEFORE), graphs="full"),
         Arm("sync_full_graphs", {"use_layerwise": True, **_BEFORE}, graphs="full"),
+        Arm("sync_before_batch_full_graphs", {"use_layerwise": True, **_BEFORE_BATCH}, graphs="full"),
         Arm("auto_full_graphs", {**_AUTO, **_BEFORE}, graphs="full"),
+        Arm("auto_before_batch_full_graphs", {**_AUTO, **_BEFORE_BATCH}, graphs="full"),
         Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
         Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
         Arm("recompute_full_graphs", None, repeats=1, counted_requests=2, graphs="full"),
@@ -117,6 +120,7 @@ ARMS: Final[dict[str, Arm]] = {
 DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("slices of all requests in turn, instead of one request after another", "fifo_first", "interleaved_first"),
     ("the same with full graphs", "fifo_full_graphs", "interleaved_full_graphs"),
+    ("the same where all is enqueued at once without turns", "fifo_deep_no_turns", "interleaved_deep_no_turns"),
     ("everything enqueued at the device at once", "fifo_first", "fifo_deep_first"),
     (
         "768 MB enqueued instead of 55: the model runner does not stop for what is not enqueued",
@@ -127,7 +131,9 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("the same, chosen", "auto", "auto_ahead"),
     ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
     ("the same, and then everything enqueued at once: the engine's copies wait", "fifo_no_turns", "fifo_deep_no_turns"),
-    ("the same, of a chunk-major load", "chunk_bounded", "chunk_no_turns"),
+    ("both, instead of neither", "fifo_first", "fifo_deep_no_turns"),
+    ("both, of slices of all requests in turn", "interleaved_first", "interleaved_deep_no_turns"),
+    ("no turns, of a chunk-major load", "chunk_bounded", "chunk_no_turns"),
     ("a chunk-major load enqueued at once", "chunk_bounded", "chunk_deep"),
     ("the same with full graphs", "chunk_full_graphs", "chunk_deep_full_graphs"),
     ("interleaved, at once, and no turns: together", "fifo_first", "interleaved_deep_no_turns"),
@@ -152,5 +158,11 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("whole decoding steps replay captured graphs, chunk-major", "chunk_bounded", "chunk_full_graphs"),
     ("whole decoding steps replay captured graphs", "fifo_first", "fifo_full_graphs"),
     ("whole decoding steps replay captured graphs, chosen", "auto", "auto_full_graphs"),
+    (
+        "a load that joins its step begins before the batch is prepared",
+        "sync_full_graphs",
+        "sync_before_batch_full_graphs",
+    ),
+    ("the same, chosen", "auto_full_graphs", "auto_before_batch_full_graphs"),
 )
 """What one thing changes: (the thing, the arm without it, the arm with it)."""

@@ -70,6 +70,7 @@ _FULL_FEW: Final = (*CHUNK_MAJOR_FULL, "interleaved_full_graphs", "fifo_full_gra
 _FULL_FOUR: Final = (CHUNK_MAJOR_FULL[0], *_FULL_FEW[2:])
 _FULL_LEAST: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "auto_full_graphs")
 _FULL_ALONE: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "sync_full_graphs", "auto_full_graphs")
+_BEFORE_BATCH: Final = ("auto_full_graphs", "auto_before_batch_full_graphs")
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
 _ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
@@ -150,6 +151,19 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=3,
                 most_repeats=6,
             ),
+        ),
+        full_graphs=True,
+    ),
+    "full_before_batch": Group(
+        tuple(
+            _named(cell, "before_batch_full", arms=(CHUNK_MAJOR_FULL[0], *_BEFORE_BATCH, *more), repeats=4)
+            for cell, more in (
+                (_closed(4, 15_360, 1_024), ()),
+                (_CORE[1], ("sync_full_graphs", "sync_before_batch_full_graphs")),
+                (_CORE[0], ()),
+                (_CORE[3], ()),
+                (_CORE[2], ()),
+            )
         ),
         full_graphs=True,
     ),
@@ -334,7 +348,7 @@ GROUPS: Final[dict[str, Group]] = {
         tuple(
             _named(_closed(concurrency, hit, 768, arms=arms, requests=requests, repeats=6), "two_gpus_full")
             for concurrency, hit, requests, arms in (
-                (4, 15_360, 12, _FULL_FEW),
+                (4, 15_360, 12, (*_FULL_FEW, "auto_before_batch_full_graphs")),
                 (4, 18_432, 12, _FULL_LEAST),  # transfer over prefill as one GPU has it with 15,360 and 768
                 (1, 15_360, 5, _FULL_ALONE),
                 (8, 15_360, 20, _FULL_LEAST),

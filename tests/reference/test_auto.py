@@ -64,6 +64,7 @@ def views(draw: st.DrawFn) -> AutoView:
         release_lag_ns=draw(st.sampled_from([0, 6 * MS, 40 * MS])),
         sharing=draw(st.integers(0, 8)),
         joining_ns=draw(st.sampled_from([0, 5 * MS, 20 * MS])),
+        ordering_ns=draw(st.sampled_from([None, 0, 2 * MS, 9 * MS])),
         first_tokens=draw(st.integers(0, 8)),
     )
 
@@ -134,6 +135,22 @@ def test_who_joins_at_once_keeps_the_first_tokens_of_those_who_share_its_step(po
     for one, other in zip(alone.predictions, shared.predictions, strict=True):
         assert other.cost_ns - one.cost_ns == (first_ns if one.arm is Arm.SYNC else 0)
         assert other.ttft_ns == one.ttft_ns
+
+
+@pytest.mark.parametrize(("new", "sooner"), [(768, 3 * MS), (8_192, 0)], ids=["link", "computing"])
+def test_a_load_ordered_before_the_batch_ends_its_step_sooner_as_far_as_it_waits_for_the_link(
+    policy: AutoPolicy, new: int, sooner: int
+) -> None:
+    """And no other arm; a load cannot begin later than the step that brings it, whatever is claimed."""
+    view = AutoView(15_360, 15_360, new, joining_ns=5 * MS)
+    prompt, at_once, never = (
+        policy.choose(replace(view, ordering_ns=ordering), Correction(), ALL).predictions
+        for ordering in (None, 2 * MS, 9 * MS)
+    )
+    gained = {one.arm: one.ttft_ns - other.ttft_ns for one, other in zip(prompt, at_once, strict=True)}
+    assert gained.pop(Arm.SYNC) == pytest.approx(sooner, abs=1.3 * MS)
+    assert set(gained.values()) == {0}
+    assert never == prompt
 
 
 def test_a_release_that_starts_a_lag_later_makes_early_and_chunk_major_later_and_no_other_arm(

@@ -329,7 +329,11 @@ class LiveEngine(EngineParts):
             manager.allocate_slots = original
 
     def configure(
-        self, width: int | str | tuple[int, ...], release: str = "first", use_layerwise: bool = False
+        self,
+        width: int | str | tuple[int, ...],
+        release: str = "first",
+        use_layerwise: bool = False,
+        before_batch: bool = False,
     ) -> bool:
         """From now on loads move like this; what an engine's settings would have said at its start.
 
@@ -341,6 +345,7 @@ class LiveEngine(EngineParts):
             layers_per_slice=",".join(map(str, width)) if isinstance(width, tuple) else width,
             release=None if width == "auto" else release,
             use_layerwise=use_layerwise,
+            before_batch=before_batch,
         )
         choice = choose_width(settings.layers_per_slice, worker.caches.layout)
         self.side._settings = worker._settings = settings

@@ -70,12 +70,20 @@ def test_every_step_that_reads_what_was_loaded_replays_a_graph_of_the_whole_step
         assert len(seen) >= len(loaded.tokens), seen
 
 
+@pytest.mark.parametrize("before_batch", [False, True], ids=["", "before_batch"])
 @pytest.mark.parametrize("width", WIDTHS, ids=str)
-def test_synchronous_loads_and_layerwise_stores_are_exact(free: LiveEngine, width: int | str | tuple[int, ...]) -> None:
-    free.configure(width, use_layerwise=True)
+def test_synchronous_loads_and_layerwise_stores_are_exact(
+    free: LiveEngine, width: int | str | tuple[int, ...], before_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free.configure(width, use_layerwise=True, before_batch=before_batch)
     computed = free.stored(P)
+    under_way, begin_step = list[int](), free.worker.begin_step
+    monkeypatch.setattr(
+        free.worker, "begin_step", lambda orders: (under_way.append(free.worker.loads.num_open), begin_step(orders))
+    )
     free.add("r1", P)
     free.step()
+    assert under_way[0] == before_batch  # its load has begun by the time that the connector's step begins
     assert free.request("r1").num_computed_tokens == len(P)  # it joined the very first step
     loaded = free.finish("r1")[0]
     assert loaded.same(computed)

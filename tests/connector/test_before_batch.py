@@ -1,0 +1,83 @@
+"""Loads that join their step begin when a worker first hears of it: once, and only where the setting asks for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lamella.connector.before_batch import told_first
+from lamella.connector.step_orders import LoadOrder, StepOrders
+from lamella.connector.vllm_settings import ConnectorSettings
+from lamella.connector.vllm_worker import WorkerSide
+
+pytest.importorskip("torch")
+from connector.test_worker_start import start
+
+ORDERS = StepOrders(
+    num_tokens=1,
+    loads=tuple(
+        LoadOrder(number, f"r{number}", (number,), 0, ((1 + number,),), 16, 0, number == 0) for number in (0, 1)
+    ),
+)
+
+
+@pytest.fixture(params=[True, False], ids=["before_batch", "by default"])
+def rank(request: pytest.FixtureRequest) -> Iterator[WorkerSide]:
+    side = start(use_layerwise=True, before_batch=request.param, chunk_tokens=16)
+    yield side
+    side.close()
+
+
+def test_what_joins_begins_at_the_first_sight_of_a_step_and_the_rest_with_it(rank: WorkerSide) -> None:
+    begun: list[int] = []
+    begin = rank.loads.begin
+
+    def noted(order: LoadOrder, now_ns: int) -> None:
+        begun.append(order.number)
+        begin(order, now_ns)
+
+    rank.loads.begin = noted  # type: ignore[method-assign]
+    for _sight in range(2):  # the second model runner's are two
+        rank.see(ORDERS)
+        assert begun == ([0] if rank._settings.before_batch else [])
+    rank.begin_step(ORDERS)
+    assert begun == [0, 1]
+
+
+def test_the_runner_computes_behind_what_is_told_and_gives_what_it_gave() -> None:
+    seen: list[Any] = []
+
+    def execute_model(runner: Any, scheduler_output: Any, more: int = 1, *, dummy_run: bool = False) -> Any:
+        """Says what it was given."""
+        seen.append("computes")
+        return runner, scheduler_output.number, more, dummy_run
+
+    told = told_first(execute_model, seen.append)
+    step = SimpleNamespace(number=3, kv_connector_metadata="orders")
+    assert told("runner", step, 2, dummy_run=True) == ("runner", 3, 2, True)
+    assert seen == ["orders", "computes"]
+    assert told("runner", scheduler_output=step) == ("runner", 3, 1, False)
+    assert seen == ["orders", "computes"] * 2
+    assert told.__doc__ == execute_model.__doc__
+
+
+@pytest.mark.parametrize("step", [SimpleNamespace(number=3, kv_connector_metadata=None), SimpleNamespace(number=3)])
+def test_a_step_without_orders_tells_nothing(step: Any) -> None:
+    seen: list[Any] = []
+    told_first(lambda runner, scheduler_output: None, seen.append)("runner", step)
+    assert not seen
+
+
+@pytest.mark.parametrize("other", [lambda runner: None, lambda runner, batch: None, lambda runner, *steps: None])
+def test_a_runner_that_takes_something_else_is_refused_with_the_remedy(other: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"before_batch wraps .*execute_model\(self, scheduler_output, .*leave"):
+        told_first(other, print)
+
+
+@pytest.mark.parametrize("value", [1, "true", None])
+def test_the_setting_is_true_or_false(value: object) -> None:
+    with pytest.raises(TypeError, match="before_batch must be true or false, got"):
+        ConnectorSettings.from_mapping({"before_batch": value})
