@@ -73,6 +73,8 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
         return Modelled(RECOMPUTE, 0, full_graphs=full)
     if repeat.arm.startswith("peer_"):
         return "another connector"
+    if repeat.arm.endswith("_beside"):
+        return "a second process computes on its device"
     if repeat.graphs not in GRAPHS:
         return f"graphs of another kind, {repeat.graphs}"
     if repeat.arm == "early_read":

@@ -152,6 +152,7 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("a thread in Python begins the loads", "fifo_first", "fifo_thread"),
     ("a second process multiplies on the device", "fifo_first", "fifo_beside"),
     ("the same beside a chunk-major load", "chunk_bounded", "chunk_beside"),
+    ("beside it: layer by layer instead of chunk-major", "chunk_beside", "fifo_beside"),
     ("prefills replay captured graphs, chunk-major", "chunk_bounded", "chunk_prefill_graphs"),
     ("prefills replay captured graphs", "fifo_first", "fifo_prefill_graphs"),
     ("prefills replay captured graphs, chosen", "auto", "auto_prefill_graphs"),

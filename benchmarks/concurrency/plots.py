@@ -1,4 +1,4 @@
-"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, and what later tokens pay for it.
+"""Pictures of a concurrency run, as SVG: what each arm changes in each cell, what later tokens pay, and each cause.
 
 Changes are against the better chunk-major form that replays the same graphs.
 """
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from concurrency.figures import CellFigures
+from concurrency.finding import NAMES
 from concurrency.goals import baseline_of
 from concurrency.rules import change_of
 
@@ -32,7 +33,9 @@ _COLOURS: Final = {
 
 
 def draw(cells: Mapping[str, CellFigures], folder: Path) -> list[Path]:
-    """Both pictures are in the folder; returns their paths. Cells of which no arm has a colour are left out.
+    """The pictures are in the folder; returns their paths. Cells of which no arm has a colour are left out.
+
+    Cells in which one thing at a time was switched have a picture of their own, where there are any.
 
     Raises:
         ImportError: matplotlib is missing: pip install 'lamella[plot]'.
@@ -43,9 +46,13 @@ def draw(cells: Mapping[str, CellFigures], folder: Path) -> list[Path]:
     matplotlib.rcParams.update({"svg.hashsalt": "concurrency", "font.size": 8})  # the same bytes each time
     import matplotlib.pyplot as plt
 
-    cells = {name: cell for name, cell in cells.items() if cell.arms.keys() & _COLOURS.keys()}
+    switched = {name: cell for name, cell in cells.items() if name in NAMES}
+    cells = {name: cell for name, cell in cells.items() if name not in NAMES and cell.arms.keys() & _COLOURS.keys()}
     folder.mkdir(parents=True, exist_ok=True)
-    return [_changes(plt, cells, folder / "ttft-change.svg"), _trade(plt, cells, folder / "ttft-and-tpot.svg")]
+    found = [_causes(plt, switched, folder / "one-thing.svg")] if switched else []
+    if cells:
+        found += [_changes(plt, cells, folder / "ttft-change.svg"), _trade(plt, cells, folder / "ttft-and-tpot.svg")]
+    return found
 
 
 def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
@@ -107,6 +114,46 @@ def _trade(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
     axes.set_title("larger dots: more requests at once", fontsize=8)
     if seen:
         axes.legend(fontsize=7)
+    figure.savefig(path, metadata={"Date": None})
+    plt.close(figure)
+    return path
+
+
+def _causes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
+    """Each arm's mean time to first token, the quickest first, a panel a cell; the line: the baseline's."""
+    ordered = sorted(cells.items(), key=lambda item: (-len(item[1].arms), item[0]))
+    sizes = [len(cell.arms) for _name, cell in ordered]
+    figure, panels = plt.subplots(
+        len(sizes),
+        figsize=(7, 0.7 * len(sizes) + 0.19 * sum(sizes)),
+        layout="constrained",
+        height_ratios=sizes,
+        squeeze=False,
+    )
+    for axes, (name, cell) in zip(panels[:, 0], ordered, strict=True):
+        arms = sorted(cell.arms, key=lambda arm: cell.arms[arm].ttft.value)
+        base = cell.arms[cell.baseline].ttft
+        for place, arm in enumerate(arms):
+            ttft = cell.arms[arm].ttft
+            change = change_of(ttft, base, cell.drift)
+            sure = arm != cell.baseline and abs(change.value) > 2 * change.error
+            axes.barh(
+                place,
+                ttft.value,
+                0.75,
+                xerr=2 * ttft.error if ttft.repeats > 1 else None,
+                color=_COLOURS["chunk_bounded"]
+                if arm == cell.baseline
+                else "#1f77b4"
+                if change.value < 0
+                else "#c0392b",
+                alpha=1.0 if sure or arm == cell.baseline else 0.35,
+            )
+        axes.axvline(base.value, color="black", lw=0.6)
+        axes.set_yticks(range(len(arms)), arms)
+        axes.invert_yaxis()
+        axes.set_title(name, fontsize=8)
+    panels[-1, 0].set_xlabel("mean TTFT, ms (bars: two standard errors; pale: within two of chunk-major's)")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path

@@ -7,10 +7,10 @@
 A change counts only where the standard errors of both arms are at most 2%, the earlier and the later half of the
 baseline's repeats differ by at most 5%, and it is beyond twice its own standard error; otherwise the table says "not
 shown" and why. Last come the goals beside what was measured, and what one thing at a time changes. Runs of one engine
-are joined; of runs of several commits `--newest` takes each cell from the last run named that has it, and `--each`
-writes what every run says by itself. A goal of which several runs of today's `auto` have the cell has a line for all
-of them together. Two GPUs stand beside one GPU's cell of their own commit where one has the same
-T/P, whichever run is the last.
+are joined; of runs of several commits `--newest` takes each cell from the last run named that measured it, which takes
+two repeats of an arm, and `--each` writes what every run says by itself. A goal of which several runs of today's `auto`
+have the cell has a line for all of them together. Two GPUs stand beside one GPU's cell of their own commit where one
+has the same T/P, whichever run is the last.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,22 +29,26 @@ if __name__ == "__main__":
 
 from result_file import write_json, write_text
 
+from concurrency.arms import CHUNK_MAJOR, CHUNK_MAJOR_FULL
 from concurrency.choices import choices_table, link_table
 from concurrency.figures import ArmFigures, CellFigures, figures_of, verdicts_of
+from concurrency.finding import causes_table
 from concurrency.goals import goals
 from concurrency.link import Link
 from concurrency.recording import RecordingError, read
 from concurrency.rules import Mean, Row
 from concurrency.several_runs import over_runs, with_runs
 from concurrency.tables import cells_table, differences_table, gains_table, goals_table, predictions_of
-from concurrency.two_gpus import beside_one_gpu, on_two_gpus
+from concurrency.two_gpus import beside_one_gpu, limits_table, on_two_gpus
 
 
 def newest(runs: Sequence[Sequence[Row]]) -> list[Row]:
-    """Each cell's lines of the last run that has repeats of it, and its answers of the last that has answers of it."""
-    last: dict[tuple[str, str], int] = {}
-    for number, rows in enumerate(runs):
-        last.update({_subject(row): number for row in rows if row["kind"] != "engine"})
+    """Each cell's lines of the last run that measured it, and its answers of the last that has answers of it.
+
+    A run that ended before any arm but a chunk-major one had two repeats of a cell did not measure it: one repeat has
+    no standard error. Where none did, the last run that has the cell counts.
+    """
+    last = _last(runs)
     return [
         row
         for number, rows in enumerate(runs)
@@ -52,18 +57,28 @@ def newest(runs: Sequence[Sequence[Row]]) -> list[Row]:
     ]
 
 
+def _last(runs: Sequence[Sequence[Row]]) -> dict[tuple[str, str], int]:
+    """Of each subject the number of the run that counts."""
+    having: dict[tuple[str, str], int] = {}
+    measured: dict[tuple[str, str], int] = {}
+    for number, rows in enumerate(runs):
+        having |= dict.fromkeys((_subject(row) for row in rows if row["kind"] != "engine"), number)
+        repeats = Counter((_subject(row), row["arm"]) for row in rows if row["kind"] == "repeat")
+        twice = [
+            of for (of, arm), count in repeats.items() if count > 1 and arm not in (*CHUNK_MAJOR, *CHUNK_MAJOR_FULL)
+        ]
+        measured |= dict.fromkeys(twice, number)
+    return having | measured
+
+
 def _subject(row: Row) -> tuple[str, str]:
     cell = row["cell"]
     return row["kind"], cell if isinstance(cell, str) else cell["name"]
 
 
 def commits_of(runs: Sequence[Sequence[Row]]) -> dict[str, str]:
-    """Of each cell the commit, as seven digits, of the last run that has repeats of it."""
-    found: dict[str, str] = {}
-    for rows in runs:
-        cells = {_subject(row)[1] for row in rows if row["kind"] == "repeat"}
-        found |= dict.fromkeys(cells, commit_of(rows))
-    return found
+    """Of each cell the commit, as seven digits, of the run whose repeats `newest` takes."""
+    return {cell: commit_of(runs[number]) for (kind, cell), number in _last(runs).items() if kind == "repeat"}
 
 
 def commit_of(rows: Sequence[Row]) -> str:
@@ -245,7 +260,7 @@ def main() -> int:
     parser.add_argument("--svg", type=Path, help="a folder for the pictures")
     parser.add_argument("--predicted", type=Path, help="what `lamella validate --json` wrote of the same cells")
     parser.add_argument("--goals", action="store_true", help="only the goals and what one thing changes")
-    parser.add_argument("--newest", action="store_true", help="each cell from the last of the runs that has it")
+    parser.add_argument("--newest", action="store_true", help="each cell from the last of the runs that measured it")
     parser.add_argument("--each", type=Path, help="what every run says by itself is written there, in Markdown")
     parser.add_argument("--cell", default="", help="only cells whose name holds this")
     asked = parser.parse_args()
@@ -278,17 +293,21 @@ def report(asked: argparse.Namespace, runs: Sequence[Sequence[Row]]) -> None:
         print(overview(cells))
     print(gains_table(cells))
     print(differences_table(cells))
+    print(causes_table(cells))
     print(cells_table(cells, predicted))
     print(choices_table(cells, commits_of(runs)))
     print(link_table(cells))
-    beside = beside_one_gpu(by_run(runs)) if any(map(on_two_gpus, cells)) else []
+    by_name = {path.name.partition(".")[0]: run for path, run in zip(asked.runs, runs, strict=True)}
+    beside = []
+    if any(map(on_two_gpus, cells)):
+        beside = beside_one_gpu(by_run(runs))
+        print(limits_table(by_name))
     print(goals_table([*with_runs(goals(cells, verdicts, rows), over_runs(by_run(runs))), *beside]))
     try:
         if asked.json:
             write_json(asked.json, summary(rows))
         if asked.each:
-            names = [path.name.partition(".")[0] for path in asked.runs]
-            write_text(asked.each, each_run(dict(zip(names, runs, strict=True))))
+            write_text(asked.each, each_run(by_name))
         if asked.svg:
             from concurrency.plots import draw
 

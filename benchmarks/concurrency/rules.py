@@ -122,14 +122,14 @@ def _hand_over(row: Row) -> dict[str, float]:
     return {} if us is None else {"hand-over": us}
 
 
-def slow_of(rows: Sequence[Row], measured: Callable[[Row], Mapping[str, float]]) -> set[int]:
+def slow_of(rows: Sequence[Row], measured: Callable[[Row], Mapping[str, float]], limit: float = SLOW_HOST) -> set[int]:
     """The `id` of those of a cell's repeats, of all its arms, in which the host was slow by one of these measures."""
     measures = {id(row): measured(row) for row in rows}
     found: set[int] = set()
     for name in {name for seen in measures.values() for name in seen}:
         us = {row: seen[name] for row, seen in measures.items() if name in seen}
         quick = sorted(us.values())[int(_QUICK_SHARE * (len(us) - 1))]
-        found.update(row for row, one_us in us.items() if one_us > SLOW_HOST * quick)
+        found.update(row for row, one_us in us.items() if one_us > limit * quick)
     return found
 
 

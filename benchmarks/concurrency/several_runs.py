@@ -24,7 +24,7 @@ from concurrency.goals import (
 )
 from concurrency.rules import LARGEST_DRIFT, Mean, judged
 
-TODAYS: Final = frozenset({"99ca007", "e6b6de6", "f8adb2c"})
+TODAYS: Final = frozenset({"99ca007", "e6b6de6", "f8adb2c", "10aa3d9"})
 """The commits, as seven digits, whose `auto` chooses by today's rules; what a hiccup teaches it was mended later."""
 
 

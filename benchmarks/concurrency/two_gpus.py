@@ -7,17 +7,21 @@ does not quite, so the same workload has another T/P there, and gains are compar
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from concurrency.figures import CellFigures
 from concurrency.goals import Line, chosen_of, gain_of
-from concurrency.rules import Mean, judged
+from concurrency.rules import SLOW_HOST, Mean, Row, change_of, host_measures, judged, slow_of, ttft_ms
 
 CONCURRENCY: Final = 4
 MOST_POINTS_SMALLER: Final = 0.05
 SAME_RATIO: Final = 1.15
 """T/P that differ by no more than this are the same."""
+
+LIMITS: Final = (SLOW_HOST, 1.5, 2.2, math.inf)
+"""Of a quick look at a core, above which a repeat is set aside: the rule's, and others to see what hangs on it."""
+LIMITS_OF: Final = "c4_hit15360_new768_chunk256_two_gpus_full"
 
 _ON_TWO: Final = "_two_gpus"
 _ALIKE: Final = (
@@ -103,3 +107,40 @@ def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
         f"{100 * smaller.value:+.1f} ± {100 * smaller.error:.1f} points",
         f"not shown: {'; '.join(reasons)}" if reasons else state,
     )
+
+
+def limits_table(runs: Mapping[str, Sequence[Row]]) -> str:
+    """What `auto` gains in the cell `LIMITS_OF` by where the limit lies above which repeats are set aside.
+
+    On two GPUs three threads must have quick cores at once, so that most repeats are.
+
+    Args:
+        runs: the lines of each, by its name; those without looks at the cores, or without the cell, are left out.
+    """
+    having = {}
+    for name, rows in runs.items():
+        found = [row for row in rows if row["kind"] == "repeat" and row["cell"]["name"] == LIMITS_OF]
+        if found and all("probe_us" in row for row in found):
+            having[name] = found
+    text = [
+        "### what auto_full_graphs gains on two GPUs, by limit (repeats left)",
+        "",
+        f"| limit | {' | '.join(having)} |",
+        f"|---|{'---|' * len(having)}",
+    ]
+    for limit in LIMITS if having else ():
+        gains = " | ".join(_gain_within(rows, limit) for rows in having.values())
+        text.append(f"| {'none' if limit == math.inf else limit} | {gains} |")
+    return "\n".join(text) + "\n"
+
+
+def _gain_within(rows: Sequence[Row], limit: float) -> str:
+    slow = slow_of(rows, host_measures, limit)
+    base, mine = (
+        [ttft_ms(row) for row in rows if row["arm"] == f"{arm}_full_graphs" and id(row) not in slow]
+        for arm in ("chunk", "auto")
+    )
+    if not base or not mine:
+        return "-"
+    gain = change_of(Mean.of(mine), Mean.of(base), 0.0)
+    return f"{gain.value:+.1%} ± {gain.error:.1%} ({len(mine)})"

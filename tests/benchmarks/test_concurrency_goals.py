@@ -165,6 +165,18 @@ def test_of_several_commits_each_cell_is_of_the_last_run_that_has_it() -> None:
     ]
 
 
+def test_a_run_that_ended_before_two_repeats_of_an_arm_did_not_measure_the_cell() -> None:
+    def of(commit: str, auto: float, repeats: int) -> list[dict[str, Any]]:
+        rows = run("a", {"chunk_bounded": 100, "auto": auto})
+        return [{"kind": "engine", "commit": commit * 40}, *(one for one in rows if one["repeat"] < repeats
+                or one["arm"] == "chunk_bounded")]  # fmt: skip
+
+    whole, cut, later = of("a", 60, 4), of("b", 50, 1), of("c", 70, 2)
+    for runs, commit, ttft in (([whole, cut], "a", 60), ([whole, cut, later], "c", 70), ([cut], "b", 50)):
+        assert commits_of(runs) == {"a": commit * 7}
+        assert round(figures_of(newest(runs))["a"].arms["auto"].ttft.value) == ttft
+
+
 def test_what_auto_foresaw_counts_from_the_same_moment_as_the_time_to_first_token() -> None:
     rows = run("a", {"chunk_bounded": 100, "auto": 50})
     for one in rows[4:]:

@@ -89,7 +89,7 @@ def test_a_claim_in_points_counts_by_its_own_error(
 
 # ---- of recordings
 
-FIRST, SECOND, THIRD = sorted(TODAYS)
+FIRST, SECOND, THIRD, *_LATER = sorted(TODAYS)
 
 
 def at(ttft: float, apart: float = 1.0, **more: Any) -> dict[str, Any]:

@@ -38,6 +38,8 @@ def test_the_requests_that_begin_together_do_not_count() -> None:
         ("sync", {"use_layerwise": True}, parse_strategy("fifo/2/first")),
         ("auto", {"layers_per_slice": "auto"}, AUTO),
         ("peer_simple", {}, "another connector"),
+        ("fifo_beside", {"order": "fifo", "release": "first"}, "a second process"),
+        ("chunk_beside", {"layers_per_slice": 0, "release": "whole"}, "a second process"),
         ("early_read", {"order": "fifo", "release": "first"}, "does not wait"),
     ],
 )

@@ -7,30 +7,31 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from concurrency.figures import ArmFigures, CellFigures
 from concurrency.goals import Line, baseline_of, regret_of
-from concurrency.rules import Change, change_of
+from concurrency.rules import Change, Mean, change_of
 
 Cells = Mapping[str, CellFigures]
 AUTO, FIFO = "auto_full_graphs", "fifo_full_graphs"
 NAME = "c{}_hit15360_new{}_chunk256_full".format
+RUNS = {"2": "two", "3": "three", "4": "four"}
 SLOW_TIER = "c4_hit15360_new768_chunk256_tier5_full"
 
 
 class Spoken:
-    """One cell's figures as the page writes them."""
+    """One cell's figures as the page writes them; of `mine` where no arm is named."""
 
-    def __init__(self, cells: Cells, name: str) -> None:
-        self.cell = cells[name]
-        self.base = self.cell.arms[baseline_of(self.cell, AUTO) or ""]
+    def __init__(self, cells: Cells, name: str, mine: str = AUTO) -> None:
+        self.cell, self.mine = cells[name], mine
+        self.base = self.cell.arms[baseline_of(self.cell, mine) or ""]
 
-    def arm(self, name: str = AUTO) -> ArmFigures:
+    def arm(self, name: str = "") -> ArmFigures:
         """An arm's figures."""
-        return self.cell.arms[name]
+        return self.cell.arms[name or self.mine]
 
-    def change(self, figure: str = "ttft", arm: str = AUTO) -> Change:
+    def change(self, figure: str = "ttft", arm: str = "") -> Change:
         """Of an arm's mean against the baseline's."""
         return change_of(getattr(self.arm(arm), figure), getattr(self.base, figure), self.cell.drift)
 
-    def percent(self, figure: str = "ttft", arm: str = AUTO) -> str:
+    def percent(self, figure: str = "ttft", arm: str = "") -> str:
         """The same, with its sign."""
         return f"{self.change(figure, arm).value:+.1%}"
 
@@ -39,15 +40,15 @@ class Spoken:
         change = self.change(figure)
         return f"{change.value:+.1%} ± {change.error:.1%}"
 
-    def ms(self, arm: str = AUTO) -> str:
+    def ms(self, arm: str = "") -> str:
         """An arm's mean time to first token."""
         return f"{self.arm(arm).ttft.value:.1f}"
 
-    def whole_ms(self, arm: str = AUTO) -> str:
+    def whole_ms(self, arm: str = "") -> str:
         """The same without decimals."""
         return f"{self.arm(arm).ttft.value:,.0f}"
 
-    def served(self, arm: str = AUTO) -> str:
+    def served(self, arm: str = "") -> str:
         """Requests a second."""
         return f"{self.arm(arm).requests_per_s.value:.2f}"
 
@@ -55,6 +56,11 @@ class Spoken:
     def pair(self) -> str:
         """The baseline's and `auto`'s."""
         return f"{self.base.ttft.value:.1f} to {self.ms()} ms"
+
+
+def pm(mean: Mean) -> str:
+    """A mean in ms and its standard error."""
+    return f"{mean.value:.1f} ± {mean.error:.1f}"
 
 
 def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> list[str]:
@@ -69,7 +75,9 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
     )
     answer = Spoken(now, "c4_hit15360_new768_chunk256_out50_full")
     both = Spoken(two, "c4_hit15360_new768_chunk256_two_gpus_full")
-    peer = now["c4_hit15360_new768_chunk256"].arms["peer_offloading"].ttft
+    peers = {name: pm(arm.ttft) for name, arm in now["c4_hit15360_new768_chunk256"].arms.items()}
+    alone = pm(now["c1_hit15360_new768_chunk256"].arms["peer_simple"].ttft)
+    piecewise = [Spoken(now, f"c{users}_hit15360_new768_chunk256_piecewise", "auto") for users in (4, 8, 1)]
     runs = {what: re.match(r"\S+ ± \S+", line.measured) for what, line in over.items()}
     together = {what: found.group() for what, found in runs.items() if found}
     regrets = {name: max(0.0, found[0]) for name, cell in now.items() if AUTO in cell.arms
@@ -92,7 +100,8 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
         f"answers {one.percent('e2e')}.",
         f"{four.percent()} with 768 new ({four.pair}; whole answers {four.percent('e2e')}, throughput "
         f"{four.percent('requests_per_s')}) and {large.percent()} with 2,048 ({large.pair}).",
-        f"With 256 new {together['C = 4, new = 256, auto_full_graphs']} over two runs",
+        f"With 256 new {together['C = 4, new = 256, auto_full_graphs']} over "
+        f"{RUNS[over['C = 4, new = 256, auto_full_graphs'].what.split()[-2]]} runs",
         f"{small_quiet.percent()} against a baseline of {small_quiet.base.ttft.value:.1f} ms",
         f"{together['C = 8, new = 768, auto_full_graphs']} over two runs",
         f"two at once {pair.percent()}, sixteen {many.percent()}",
@@ -111,8 +120,16 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
         f"with every second request a miss and stores on, {misses.percent()} and whole answers {misses.percent('e2e')}",
         f"mixed sizes {mixed.percent()}, an open loop without bystanders {opened.percent()}, answers of 128 tokens "
         f"{long.percent()}",
-        f"after {peer.value:.1f} ± {peer.error:.1f} ms",
-        f"chunk-major {four.base.ttft.value:.1f} and `auto` {four.ms()}",
+        f"`SimpleCPUOffloadConnector` gave first tokens after {peers['peer_simple']} ms and `OffloadingConnector` "
+        f"after {peers['peer_offloading']} (",
+        f"one user by the former took {alone}",
+        f"chunk-major took {pm(piecewise[0].base.ttft)} and `auto` {pm(piecewise[0].arm().ttft)}.",
+        f"{piecewise[0].percent_and_error()} at four, {piecewise[1].percent_and_error()} at eight and "
+        f"{piecewise[2].percent_and_error()} at one",
+        f"longer and its throughput was lower ({piecewise[1].percent('e2e')} and "
+        f"{piecewise[1].percent('requests_per_s')})",
+        f"Its whole answers came after {tier5.arm().e2e.value:,.0f} ms instead of {tier5.arm(FIFO).e2e.value:,.0f} and "
+        f"{tier5.base.e2e.value:,.0f}",
         f"after {weights[0]}, {weights[1]} and {weights[2]} ms and {of_weights[0]}, {of_weights[1]} and "
         f"{of_weights[2]} of TPOT",
         f"{one.ms()} ms, where the ceiling would be {one.base.ttft.value * (1 - ceiling):.1f}. By `fifo_full_graphs` "

@@ -1,0 +1,81 @@
+"""One thing at a time: the table of causes, its picture, and what two GPUs gain by where the limit lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from concurrency.figures import figures_of
+from concurrency.finding import NAMES, beyond, causes_table
+from concurrency.rules import Change
+from concurrency.two_gpus import LIMITS_OF, limits_table
+
+from recorded_rows import CELL, row
+
+NAME = "c4_hit15360_new768_chunk256_finding"
+
+
+def switched(name: str = NAME, **arms: list[float]) -> list[dict[str, Any]]:
+    cell = {**CELL, "name": name}
+    return [row(arm, repeat, ttft, cell=cell) for arm, times in arms.items() for repeat, ttft in enumerate(times)]
+
+
+def test_a_cause_is_the_difference_of_two_arms_and_says_what_is_known_of_it() -> None:
+    rows = switched(
+        fifo_first=[100, 101], interleaved_first=[200, 201], fifo_no_turns=[120, 130], fifo_thread=[90, 120]
+    )
+    lines = causes_table(figures_of(rows)).splitlines()[4:]
+    assert [line.split(" | ")[1:6] for line in lines] == [
+        ["fifo_first → interleaved_first", "1", "100.5 → 200.5", "+99.5% ± 1.1%", "beyond two errors"],
+        ["fifo_first → fifo_no_turns", "1", "100.5 → 125.0", "+24.4% ± 5.0%", "beyond two errors"],
+        ["fifo_first → fifo_thread", "1", "100.5 → 105.0", "+4.5% ± 14.9%", "-"],
+    ]
+
+
+def test_other_cells_have_no_causes_in_that_table() -> None:
+    assert NAME in NAMES
+    assert causes_table(figures_of(switched("c", fifo_first=[1, 2], interleaved_first=[3, 4]))).splitlines()[4:] == []
+
+
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [
+        (Change(0.1, 0.01, True, ""), "shown"),
+        (Change(0.1, 0.049, False, "standard error 4.9%"), "beyond two errors"),
+        (Change(-0.1, 0.049, False, "baseline drift 12.0%"), "beyond two errors"),
+        (Change(-0.1, 0.05, False, "within two standard errors"), "-"),
+        (Change(0.1, float("inf"), False, "standard error inf%"), "-"),
+    ],
+)
+def test_what_is_beyond_two_errors_is_not_called_shown(change: Change, known: str) -> None:
+    assert beyond(change) == known
+
+
+def test_causes_have_a_picture_and_stand_in_no_other(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from concurrency.plots import draw
+
+    causes = switched(chunk_bounded=[100, 102], fifo_first=[50, 51])
+    assert [path.name for path in draw(figures_of(causes), tmp_path)] == ["one-thing.svg"]
+    both = [*causes, *switched("another", chunk_bounded=[100, 102], fifo_first=[50, 51])]
+    assert [path.name for path in draw(figures_of(both), tmp_path)] == [
+        "one-thing.svg", "ttft-change.svg", "ttft-and-tpot.svg",
+    ]  # fmt: skip
+    texts = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
+    assert [name for name, text in texts.items() if NAME in text] == ["one-thing.svg"]
+    assert [name for name, text in texts.items() if "another" in text] == ["ttft-change.svg"]
+
+
+def test_what_two_gpus_gain_is_told_by_limit_for_runs_with_looks() -> None:
+    def looked(*looks_us: int) -> list[dict[str, Any]]:
+        rows = switched(LIMITS_OF, chunk_full_graphs=[100, 100], auto_full_graphs=[40, 40, 60, 80])
+        return [{**one, "probe_us": [[us, 700]]} for one, us in zip(rows, (700, 700, *looks_us), strict=True)]
+
+    table = limits_table({"one": looked(700, 900, 1000, 1600), "none": switched(LIMITS_OF, auto_full_graphs=[1.0])})
+    head, _line, *rows = table.splitlines()[2:]
+    assert head == "| limit | one |"
+    assert [one.split(" ± ")[0] for one in rows] == [
+        "| 1.3 | -60.0%", "| 1.5 | -53.3%", "| 2.2 | -53.3%", "| none | -45.0%",
+    ]  # fmt: skip
+    assert [one.rsplit(" ", 2)[1] for one in rows] == ["(2)", "(3)", "(3)", "(4)"]

@@ -1,0 +1,116 @@
+"""What docs/concurrency.md says of the finding in words, as the recordings would say it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from concurrency.figures import CellFigures
+from concurrency.rules import Change, change_of
+
+FOUR, ONE, BESIDE, BESIDE_ONE = (
+    f"c{users}_hit15360_new768_chunk256_{group}" for group in ("finding", "beside") for users in (4, 1)
+)
+ORIGINAL, FIFO_LIKE_IT = "interleaved_deep_no_turns", "fifo_deep_no_turns"
+LOOKED_SLOW = 1.3
+
+
+class Cell:
+    """A cell of arms that differ in one thing."""
+
+    def __init__(self, figures: CellFigures) -> None:
+        self.figures = figures
+
+    def ms(self, arm: str) -> str:
+        """Mean time to first token."""
+        return f"{self.ttft(arm):.1f}"
+
+    def ttft(self, arm: str) -> float:
+        """The same as a number."""
+        return self.figures.arms[arm].ttft.value
+
+    def longer(self, arm: str, than: str = "fifo_first") -> str:
+        """By how many ms one arm is longer than another."""
+        return f"{self.ttft(arm) - self.ttft(than):.1f}"
+
+    def change(self, arm: str, than: str = "fifo_first", figure: str = "ttft") -> Change:
+        """From one arm to another."""
+        before, after = (getattr(self.figures.arms[name], figure) for name in (than, arm))
+        return change_of(after, before, self.figures.drift)
+
+    def percent(self, arm: str, than: str = "fifo_first", figure: str = "ttft") -> str:
+        """The same with its error."""
+        change = self.change(arm, than, figure)
+        return f"{change.value:+.1%} ± {change.error:.1%}"
+
+    def until_its_step(self, arm: str) -> str:
+        """From the landing that allows a release to the begin of the step that it joins, ms."""
+        figures = self.figures.arms[arm]
+        assert figures.unnoticed_ms is not None
+        assert figures.unadmitted_ms is not None
+        return f"{figures.unnoticed_ms + figures.unadmitted_ms:.1f}"
+
+
+def how(*changes: Change) -> str:
+    """Where all of them lie; two that lie otherwise have no such word."""
+    (where,) = {"beyond" if abs(change.value) > 2 * change.error else "within" for change in changes}
+    return f"{where} two errors"
+
+
+def finding(cells: Mapping[str, CellFigures]) -> list[str]:
+    """Of the newest recordings of the groups `finding` and `beside`."""
+    four, one, beside, beside_one = (Cell(cells[name]) for name in (FOUR, ONE, BESIDE, BESIDE_ONE))
+    chunk = "chunk_bounded"
+    throughput = [
+        f"{beside.change(f'{arm}_beside', than, 'requests_per_s').value:+.1%}"
+        for arm, than in (("chunk", chunk), ("fifo", "fifo_first"))
+    ]
+    return [
+        f"the baseline drifted by {one.figures.drift:.1%} and, beside the second process, by "
+        f"{beside_one.figures.drift:.1%}",
+        f"no turns: {four.ms(ORIGINAL)} ms where chunk-major takes {four.ms(chunk)} ({four.percent(ORIGINAL, chunk)}). "
+        f"The same with one request after another takes {four.ms(FIFO_LIKE_IT)} ({four.percent(FIFO_LIKE_IT, chunk)}). "
+        f"So the order alone costs {four.longer(ORIGINAL, FIFO_LIKE_IT)} ms, more than the "
+        f"{four.longer(ORIGINAL, chunk)} that are lost. With turns and little in flight it costs "
+        f"{four.longer('interleaved_first')}: {four.ms('fifo_first')} to {four.ms('interleaved_first')} ms.",
+        f"gains {four.longer(chunk)} ms on chunk-major with turns and 50 MB in flight, and "
+        f"{four.longer(chunk, FIFO_LIKE_IT)} without either. Without turns alone it takes "
+        f"{four.longer('fifo_no_turns')} longer (at one user {one.longer('fifo_no_turns')}); everything at once alone "
+        f"{four.longer('fifo_deep_first')}, {how(four.change('fifo_deep_first'))}. A chunk-major load takes "
+        f"{four.longer('chunk_no_turns', chunk)} longer without turns.",
+        f"({four.ms('interleaved_first')} to {four.ms(ORIGINAL)} ms)",
+        f"released when its last one landed: {four.ms('fifo_whole')} ms, no better than chunk-major "
+        f"({four.percent('fifo_whole', chunk)}). Released with the first: {four.ms('fifo_first')}. With the eighth: "
+        f"{four.ms('fifo_first8')}.",
+        f"takes {four.until_its_step(chunk)} ms of chunk-major's {four.ms(chunk)} and "
+        f"{four.until_its_step('fifo_first')} of {four.ms('fifo_first')} released with the first layer; at one user "
+        f"{one.until_its_step(chunk)} and {one.until_its_step('fifo_first')}.",
+        f"first tokens come after {four.ms('sync')} ms instead of {four.ms('fifo_first')}; for a load of one slice it "
+        f"is {four.ms('sync_width32')} instead of {four.ms('fifo_width32')}. Released just in time, the batch stands "
+        f"for less, and they come {four.longer('fifo_first', 'fifo_jit')} ms sooner ({four.percent('fifo_jit')}). At "
+        f"one user nobody else stands: {one.longer('sync')} ms.",
+        f"released alike, {four.percent('fifo_width32', 'fifo_whole')}; slices of eight layers, "
+        f"{four.percent('fifo_width8')}; both "
+        f"{how(four.change('fifo_width32', 'fifo_whole'), four.change('fifo_width8'))}.",
+        f"a thread in Python, {four.percent('fifo_thread')}, {how(four.change('fifo_thread'))}.",
+        f"{four.percent('fifo_value')} in first tokens and "
+        f"{four.percent('fifo_value', figure='requests_per_s')} in throughput, both "
+        f"{how(four.change('fifo_value'), four.change('fifo_value', figure='requests_per_s'))}.",
+        f"chunk-major {beside.ms(chunk)} to {beside.ms('chunk_beside')} ms, one request after another "
+        f"{beside.ms('fifo_first')} to {beside.ms('fifo_beside')}, throughput {' and '.join(throughput)}. Beside it "
+        f"layer by layer is still sooner, by {-beside.change('fifo_beside', 'chunk_beside').value:.1%}.",
+    ]
+
+
+def slow_share(rows: Sequence[Mapping[str, Any]]) -> float:
+    """Which share of cores took `LOOKED_SLOW` times the quickest's time or longer, over all looks at all of them."""
+    slow = seen = 0
+    for row in rows:
+        of_start = row.get("cores") or {}
+        looks = [of_start.get("probe_us", {}), *(rank["probe_us"] for rank in of_start.get("ranks", ()))]
+        looks.append((row.get("choosing") or {}).get("last_probes_us", {}))
+        us = [one for look in looks for one in look.values()]
+        if us:
+            seen += len(us)
+            slow += sum(one >= LOOKED_SLOW * min(us) for one in us)
+    return slow / seen
