@@ -63,6 +63,7 @@ class AheadEngine(Engine):
         inputs_behind_ns: a joining prompt's own copy waits for at most so much wire time of loads; None: until a load
             ends. 0: it does not wait.
         joins_at_once: loads move inside the very step that asks for them.
+        before_batch: such loads begin with the step's orders, before its batch is prepared.
         seed: for the scatter of the thread's times; None: each takes its mean.
         steps_wait: which released loads a step's layers wait for.
         (others): as `Engine`.
@@ -77,6 +78,7 @@ class AheadEngine(Engine):
         overheads: Overheads,
         inputs_behind_ns: int | None = 0,
         joins_at_once: bool = False,
+        before_batch: bool = False,
         seed: int | None = None,
         steps_wait: StepsWait = StepsWait.BATCH,
         **named: Any,
@@ -88,6 +90,7 @@ class AheadEngine(Engine):
         self._overheads = overheads
         self._inputs_behind_ns = inputs_behind_ns
         self._joins_at_once = joins_at_once
+        self._before_batch = before_batch
         self._steps_wait = steps_wait
         self._chance = None if seed is None else Random(seed)
         self._pace = 1.0  # of the thread in this run: its times, of their means
@@ -132,13 +135,12 @@ class AheadEngine(Engine):
     def _join(self, job: Job) -> None:
         job.due = True  # and released, when all have asked
 
-    def _start_loads(self, jobs: list[Job]) -> int:
-        """They begin one after another; returns when the thread is through with it."""
-        now = self._clock.now_ns
+    def _start_loads(self, jobs: list[Job], at_ns: int) -> int:
+        """They begin one after another, from then on; returns when the thread is through with it."""
         for job in jobs:
-            now += self._takes_ns(self._overheads.submit_ns)
-            self._clock.at(now, Phase.HAPPEN, partial(self._start, job))
-        return now
+            at_ns += self._takes_ns(self._overheads.submit_ns)
+            self._clock.at(at_ns, Phase.HAPPEN, partial(self._start, job))
+        return at_ns
 
     def _start(self, job: Job) -> None:
         job.submitted_ns = job.ready_ns = self._clock.now_ns
@@ -187,6 +189,11 @@ class AheadEngine(Engine):
             scheduler.release(job, now)
         made = Pass(now, scheduler.fill_step(), scheduler.decode_batch)
         made.made_ns += cost_ns
+        begins_ns, order_ns = now, self._overheads.order_ns
+        joining = [job for job in self._starting if job.due] if self._before_batch else []
+        if joining:  # their loads begin, and what is left to do is the batch
+            self._starting = [job for job in self._starting if not job.due]
+            begins_ns, cost_ns = self._start_loads(joining, now + self._takes_ns(cost_ns + order_ns)), -order_ns
         for job, chunk in made.taken:
             if chunk.first_token == 0:
                 cost_ns += self._overheads.joining_ns(job.prompt_tokens)
@@ -195,9 +202,9 @@ class AheadEngine(Engine):
             self._begin_step(made.taken)
             self._plan(made)
         elif asking:
-            cost_ns += self._overheads.order_ns
+            cost_ns += order_ns
         self._joined = any(chunk.first_token == 0 for _, chunk in made.taken)
-        self._clock.at(now + self._takes_ns(cost_ns), Phase.FORM, lambda: self._begin_pass(made))
+        self._clock.at(begins_ns + self._takes_ns(max(0, cost_ns)), Phase.FORM, lambda: self._begin_pass(made))
 
     def _takes_ns(self, mean_ns: int) -> int:
         """How long the thread takes this time for what takes it so long in the mean."""
@@ -250,7 +257,7 @@ class AheadEngine(Engine):
             there_ns = now + self._loads.inputs_wait_ns(self._inputs_behind_ns)
             self._device_ns = max(self._device_ns, there_ns)
         late = self._settings.submit_at is SubmitAt.AFTER_FORWARD and made.num_tokens
-        now = self._start_loads([job for job in self._starting if job.due or not late])
+        now = self._start_loads([job for job in self._starting if job.due or not late], now)
         self._starting = [job for job in self._starting if late and not job.due]
         made.loads = [job for job in self._scheduler.landing.values() if not job.landed]
         if self._steps_wait is StepsWait.BATCH:  # who decodes has been computed over all of its load
@@ -312,7 +319,7 @@ class AheadEngine(Engine):
         made, now = self._pass, self._clock.now_ns
         assert made is not None, "only a pass that began can end"
         self._pass = None
-        now, self._starting = self._start_loads(self._starting), []  # where they follow the forward
+        now, self._starting = self._start_loads(self._starting, self._clock.now_ns), []  # where they follow the forward
         for job in self._seen(made):
             job.due = job.released = True
             job.ready_ns = now

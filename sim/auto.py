@@ -10,7 +10,7 @@ from lamella.reference.auto import AutoPolicy
 from lamella.reference.auto_ledger import LoadLedger
 from lamella.reference.auto_view import Abilities, Arm, AutoView, Decision
 from lamella.reference.correction import Correction, Probes, time_on_link
-from lamella.reference.engine_clock import EngineClock, joining_ns
+from lamella.reference.engine_clock import ORDERING_NS, EngineClock, joining_ns
 from lamella.reference.hand_out import CandidateLoad, release_lag_ns, released_at_hand_out
 from lamella.reference.release import StallPrice, waits_its_turn
 from lamella.reference.timeline import NOTHING_TO_LOAD, Chunk, Load
@@ -110,6 +110,7 @@ class AutoEngine(Engine):
             idle=self._is_idle(),
             release_lag_ns=self._release_lag_ns(),
             joining_ns=self._joining_ns(job),
+            ordering_ns=self._ordering_ns(),
             first_tokens=self._first_tokens(),
         )
 
@@ -129,8 +130,12 @@ class AutoEngine(Engine):
         return len(self._scheduler.unfinished())
 
     def _joining_ns(self, job: Job) -> int:
-        """What the host takes to put the job into a step, before its load begins."""
+        """What the host takes to put the job into a step."""
         return 0
+
+    def _ordering_ns(self) -> int | None:
+        """Of that, what goes before a load that joins the step begins; None: all."""
+        return None
 
     def _first_tokens(self) -> int:
         """Of the step that computes now, if they are handed out when the next one has been launched."""
@@ -339,6 +344,9 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
 
     def _joining_ns(self, job: Job) -> int:
         return joining_ns(job.prompt_tokens)
+
+    def _ordering_ns(self) -> int | None:
+        return ORDERING_NS if self._before_batch else None
 
     def _first_tokens(self) -> int:
         return sum(len(made.firsts) for made in self._passes)

@@ -51,16 +51,19 @@ class Modelled:
         inputs_behind_bytes: a joining prompt waits for at most so many bytes of loads; None: until a load ends.
         joins_at_once: loads move inside the very step that asks for them.
         full_graphs: steps that only decode replay one graph, and wait in front of it.
+        before_batch: loads inside their step begin before its batch is prepared.
     """
 
     strategy: Strategy
     inputs_behind_bytes: int | None
     joins_at_once: bool = False
     full_graphs: bool = False
+    before_batch: bool = False
 
     def __str__(self) -> str:
         inside = " inside its step" if self.joins_at_once else ""
-        return f"{self.strategy}{inside}{' with full graphs' if self.full_graphs else ''}"
+        begun = " before the batch" if self.before_batch else ""
+        return f"{self.strategy}{inside}{begun}{' with full graphs' if self.full_graphs else ''}"
 
 
 def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Modelled | str:
@@ -88,13 +91,14 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
         weight = settings.get("bystander_weight", BYSTANDER_WEIGHT)
         if weight != BYSTANDER_WEIGHT:
             return f"bystanders weigh {weight}, and the model has {BYSTANDER_WEIGHT}"
-        return Modelled(AUTO, behind, full_graphs=full)
+        return Modelled(AUTO, behind, full_graphs=full, before_batch=bool(settings.get("before_batch")))
     release = parse_release(str(settings.get("release", "first")))
     order = parse_order(str(settings.get("order", "fifo")))
     if width in (0, "0"):
         return Modelled(CHUNK_MAJOR, behind, full_graphs=full)
     strategy = Strategy(parse_width(str(width)), order, release)
-    return Modelled(strategy, behind, bool(settings.get("use_layerwise")), full)
+    joins, before_batch = bool(settings.get("use_layerwise")), bool(settings.get("before_batch"))
+    return Modelled(strategy, behind, joins, full, before_batch)
 
 
 def predict(
@@ -140,6 +144,7 @@ def predict(
             full_graphs=model.full_graphs,
             inputs_behind_ns=behind_ns,
             joins_at_once=model.joins_at_once,
+            before_batch=model.before_batch,
             steps_wait=repeat.steps_wait,
         ),
     )

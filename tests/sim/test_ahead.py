@@ -109,6 +109,21 @@ def test_a_load_inside_its_step_needs_no_look() -> None:
     assert inside.stall_ns > 0
 
 
+def test_a_load_ordered_before_the_batch_lands_sooner_by_what_preparing_takes_and_its_step_waits_for_it() -> None:
+    """The step begins as late as ever; one that parks its request begins its load with the pass, before and after."""
+    preparing = Overheads(idle_ns=10, pass_ns=100, join_ns=150, order_ns=5)
+    begun: dict[tuple[bool, bool], list[int]] = {}
+    for joins in (True, False):
+        for before in (False, True):
+            ahead = Ahead(preparing, joins_at_once=joins, before_batch=before)
+            world = run(ahead, (0, Request(8, 1, load=load_of(4000))), release=First())
+            (record,) = world.records
+            begun[joins, before] = [record.submitted_ns, record.started_ns, record.first_token_ns]
+    hooked, told = begun[True, False], begun[True, True]
+    assert [late - early for late, early in zip(hooked, told, strict=True)] == [245, 0, 245]
+    assert begun[False, False] == begun[False, True]
+
+
 @pytest.mark.parametrize(("behind", "later"), [(0, 0), (60, 60), (None, 4000 - 300)])
 def test_a_joining_prompts_copy_waits_for_a_turn_or_for_a_loads_end(behind: int | None, later: int) -> None:
     load, other = Request(8, 1, load=load_of(4000)), Request(0, 1)

@@ -54,6 +54,7 @@ class Ahead:
     seed: int | None = None
     steps_wait: StepsWait = StepsWait.BATCH
     full_graphs: bool = False
+    before_batch: bool = False
 
     def make_engine(self) -> Callable[..., Engine]:
         return partial(
@@ -61,6 +62,7 @@ class Ahead:
             overheads=self.overheads,
             inputs_behind_ns=self.inputs_behind_ns,
             joins_at_once=self.joins_at_once,
+            before_batch=self.before_batch,
             seed=self.seed,
             steps_wait=self.steps_wait,
             full_graphs=self.full_graphs,
@@ -206,6 +208,7 @@ def random_ahead(rng: random.Random) -> Rich:
         rng.choice((None, rng.randint(0, 9))),
         rng.choice(list(StepsWait)),
         rng.random() < 0.3,
+        rng.random() < 0.5,
     )
     return replace(rich, coming=coming, settings=settings, ahead=ahead)
 
