@@ -7,6 +7,7 @@ back with each step's report. It runs on the model runner's thread; bytes move o
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -234,7 +235,9 @@ class WorkerSide:
         if orders.flushes:
             self.stores.flush(orders.flushes, _STORE_FLUSH_S)
         if self._settings.before_batch:
-            self.loads.begin_joining(orders)
+            for order in orders.loads:
+                if order.joins_step:
+                    self.loads.begin(order, time.monotonic_ns())
 
     def begin_step(self, orders: StepOrders) -> None:
         """The step's loads begin and its stores are known."""

@@ -87,20 +87,16 @@ class WorkerLoads:
         self._orders = StepOrders()
         self._turns = Turns(metrics)
         self._hooked: set[int] = set()
-        self._hooks_bypassed = self._replayed = False
+        self.hooks_bypassed = False
+        """Whether a step has passed over the hook; releases are whole from then on."""
+        self.replayed = False
+        """Whether the present step computes something, and that by one captured graph."""
         self._began_ns = self._computed_ns = 0
 
     # ---- a step begins
 
-    def begin_joining(self, orders: StepOrders) -> None:
-        """Loads whose requests join the step whose orders these are begin ahead of `begin_step`, which leaves them."""
-        now_ns = time.monotonic_ns()
-        for order in orders.loads:
-            if order.joins_step:
-                self.begin(order, now_ns)
-
     def begin_step(self, orders: StepOrders) -> None:
-        """Orders are taken in, loads begin, and it is settled what this step's layers wait for."""
+        """Orders are taken in, loads begin if they have not, and it is settled what this step's layers wait for."""
         now_ns = time.monotonic_ns()
         if self._orders.num_tokens:
             self._computed_ns = now_ns - self._began_ns
@@ -109,14 +105,14 @@ class WorkerLoads:
             return  # whatever was released has ended
         self._turns.step_begins(orders)
         self._hooked.clear()
-        self._replayed = False
+        self.replayed = False
         self.bad_blocks |= self._late_bad
         self._late_bad = set()
         self.bad_blocks -= orders.rewritten_blocks - self._undrained()
         for number in orders.cancels:
             self.cancel(number)
         for order in orders.loads:
-            if order.number not in self._loads:  # else it has begun already
+            if order.number not in self._loads:
                 self.begin(order, now_ns)
         for number in orders.released:
             self._let_run(number, now_ns)
@@ -124,7 +120,7 @@ class WorkerLoads:
         self.gated = [load for load in readable if self._outstanding(load)]
         for load in self.gated:
             load.ready_layer, load.waited_whole = 0, False
-        if self._captured is not None and self.gated and not self._hooks_bypassed:
+        if self._captured is not None and self.gated and not self.hooks_bypassed:
             self._captured_wait(orders)
 
     @property
@@ -194,21 +190,16 @@ class WorkerLoads:
 
     def replays(self) -> None:
         """The step, if it computes anything, is one captured graph: no hook will be called."""
-        self._replayed = self._orders.num_tokens > 0
-
-    @property
-    def replayed(self) -> bool:
-        """Whether the present step computes something, and that by one captured graph."""
-        return self._replayed
+        self.replayed = self._orders.num_tokens > 0
 
     def settle(self) -> None:
         """Every load that this step's layers waited for has landed, or has failed and is reported in this step.
 
-        A wait that was enqueued, or that lies inside a graph, has not been waited for by the host: what the step
-        computed is right only if the copy ends well, and that must be known before its tokens are taken (SAFE-3).
+        An enqueued wait, or one inside a graph, is not the host's: what the step computed is right only if the copy
+        ends well, and that must be known before its tokens are taken (SAFE-3).
         """
         for load in tuple(self.gated) if self._rules.wait_for_released else ():
-            if (self._replayed and load.in_graphs) or load.ready_layer == self._num_layers:
+            if (self.replayed and load.in_graphs) or load.ready_layer == self._num_layers:
                 self._wait_final(load)
 
     def _wait(self, load: Load, layer: int) -> None:
@@ -288,7 +279,7 @@ class WorkerLoads:
             found.failed.add(load.order.request)
 
     def _may_run(self, load: Load, transfer: Arriving) -> bool:
-        if self._hooks_bypassed or self._several_groups:
+        if self.hooks_bypassed or self._several_groups:
             return False
         policy = self._release if load.order.plan is None else load.order.plan.release
         number = load.order.number  # the link has what was ordered later still to carry
@@ -374,7 +365,7 @@ class WorkerLoads:
             load
             for load in self.gated
             if not load.waited_whole
-            and not (self._replayed and load.in_graphs)
+            and not (self.replayed and load.in_graphs)
             and not load.blocks.isdisjoint(self._orders.held_blocks)
         ]
         if not unhooked or not read:
@@ -388,14 +379,9 @@ class WorkerLoads:
             self._fail(load, "the step did not call the per-layer hook")
 
     def _bypassed(self, why: str) -> None:
-        if not self._hooks_bypassed:
+        if not self.hooks_bypassed:
             _log.error("%s. From now on requests are released when all of their KV has landed", why)
-        self._hooks_bypassed = True
-
-    @property
-    def hooks_bypassed(self) -> bool:
-        """Whether a step has passed over the hook; releases are whole from then on."""
-        return self._hooks_bypassed
+        self.hooks_bypassed = True
 
     def _observe(self, load: Load, transfer: Arriving | None) -> None:
         if transfer is None or load.failed or load.cancelled:

@@ -167,10 +167,9 @@ def test_loads_that_join_a_step_may_begin_ahead_of_it_and_begin_once_and_the_ste
         for number, joins_step in ((0, True), (1, False))
     )
     orders = replace(READS_IT, loads=(parks, joins))
-    rank.loads.begin_joining(orders)
+    rank.loads.begin(joins, 0)
     begun = rank.loads.find(0)
     assert begun is not None
-    assert rank.loads.find(1) is None  # it can wait until the batch is prepared
     rank.loads.begin_step(orders)
     assert rank.loads.find(0) is begun
     assert rank.loads.find(1) is not None
@@ -180,7 +179,7 @@ def test_loads_that_join_a_step_may_begin_ahead_of_it_and_begin_once_and_the_ste
 def test_a_load_that_began_ahead_of_its_step_and_failed_there_is_reported_in_it() -> None:
     rank = Rank()
     rank.moving.append(Moving(ends=TransferState.FAILED))
-    orders = replace(READS_IT, loads=(LoadOrder(0, "r0", (0, 1), 0, (TABLE,), 32, 0, joins_step=True),))
-    rank.loads.begin_joining(orders)
+    order = LoadOrder(0, "r0", (0, 1), 0, (TABLE,), 32, 0, joins_step=True)
+    rank.loads.begin(order, 0)
     rank.moving[0].fail()
-    assert rank.step(orders, hooked=True) == set(TABLE)
+    assert rank.step(replace(READS_IT, loads=(order,)), hooked=True) == set(TABLE)

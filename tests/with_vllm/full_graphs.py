@@ -50,7 +50,7 @@ def wide_engine(folder: Path, full_graphs: str) -> LiveEngine:
 
 def leave_nothing_behind(live: LiveEngine) -> None:
     """As a test found it."""
-    live.worker.loads._hooks_bypassed = False
+    live.worker.loads.hooks_bypassed = False
     live.worker.engine.plant_fault(Direction.RETRIEVE, -1)  # none, whether one was met or not
     live.come_to_rest()
     assert live.side.book.num_held == 0

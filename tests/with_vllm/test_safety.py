@@ -100,7 +100,7 @@ def test_a_step_that_passes_over_the_hook_fails_its_loads_and_releases_are_whole
         engine.land(load)
         assert engine.finish("r2")[0].same(computed)
     finally:
-        engine.worker.loads._hooks_bypassed = engine.side._releases_whole = False
+        engine.worker.loads.hooks_bypassed = engine.side._releases_whole = False
 
 
 @pytest.mark.skipif(not REPLAYED, reason="no step that reads a landing load is replayed whole")
@@ -118,7 +118,7 @@ def test_a_replay_that_nobody_knows_of_fails_its_loads(engine: LiveEngine, monke
         engine.land(load)
         assert engine.finish("r1")[0].reason == "error"
     finally:
-        engine.worker.loads._hooks_bypassed = engine.side._releases_whole = False
+        engine.worker.loads.hooks_bypassed = engine.side._releases_whole = False
 
 
 def steps_beside_a_frozen_load(engine: LiveEngine) -> tuple[int, list[tuple[str, int]]]:
