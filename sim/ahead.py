@@ -63,7 +63,8 @@ class AheadEngine(Engine):
         inputs_behind_ns: a joining prompt's own copy waits for at most so much wire time of loads; None: until a load
             ends. 0: it does not wait.
         joins_at_once: loads move inside the very step that asks for them.
-        before_batch: such loads begin with the step's orders, before its batch is prepared.
+        before_batch: such loads begin with the step's orders, before its batch is prepared, and so do those that were
+            ordered before them.
         seed: for the scatter of the thread's times; None: each takes its mean.
         steps_wait: which released loads a step's layers wait for.
         (others): as `Engine`.
@@ -142,6 +143,12 @@ class AheadEngine(Engine):
             self._clock.at(at_ns, Phase.HAPPEN, partial(self._start, job))
         return at_ns
 
+    def _begun_ahead(self) -> list[Job]:
+        """Loads that join the step which is made, and those that were ordered before them: the link keeps its order."""
+        last = max((index for index, job in enumerate(self._starting) if job.due), default=-1)
+        late = self._settings.submit_at is SubmitAt.AFTER_FORWARD
+        return [job for job in self._starting[: last + 1] if job.due or not late]
+
     def _start(self, job: Job) -> None:
         job.submitted_ns = job.ready_ns = self._clock.now_ns
         if job.due:
@@ -190,9 +197,9 @@ class AheadEngine(Engine):
         made = Pass(now, scheduler.fill_step(), scheduler.decode_batch)
         made.made_ns += cost_ns
         begins_ns, order_ns = now, self._overheads.order_ns
-        joining = [job for job in self._starting if job.due] if self._before_batch else []
+        joining = self._begun_ahead() if self._before_batch else []
         if joining:  # their loads begin, and what is left to do is the batch
-            self._starting = [job for job in self._starting if not job.due]
+            self._starting = [job for job in self._starting if job not in joining]
             begins_ns, cost_ns = self._start_loads(joining, now + self._takes_ns(cost_ns + order_ns)), -order_ns
         for job, chunk in made.taken:
             if chunk.first_token == 0:
