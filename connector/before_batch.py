@@ -6,6 +6,10 @@ vLLM takes by default for most models, prepares the batch first: request states,
 begin of a load that joins its step, beside one that parks its request). A load that the step itself waits for could
 move all that while. No hook of vLLM is called there, so `execute_model` of the runner's class is wrapped, once a
 process and only where the setting `before_batch` asks for it; the hook is called a second time where vLLM has it.
+
+What the runner itself writes while it prepares a batch would come behind such a load: new blocks that it zeroes for
+models with recurrent state or caches of several precisions, and blocks that it copies for a hit that ends within one.
+In a step with either, loads begin behind it as by default.
 """
 
 from __future__ import annotations
@@ -17,6 +21,13 @@ from typing import Any, Final
 
 _RUNNER: Final = "vllm.v1.worker.gpu.model_runner.GPUModelRunner.execute_model"
 _ORDERS: Final = "scheduler_output"
+_WRITTEN: Final = ("new_block_ids_to_zero", "kv_cache_block_copies")
+"""Of a step that vLLM has scheduled: blocks that its runners write before the forward pass."""
+
+
+def runner_writes_blocks(scheduler_output: Any) -> bool:
+    """Whether a model runner writes blocks itself while it prepares the step."""
+    return any(getattr(scheduler_output, name, None) for name in _WRITTEN)
 
 
 def told_first(execute_model: Callable[..., Any], tell: Callable[[Any], None]) -> Callable[..., Any]:

@@ -119,6 +119,8 @@ class StepOrders:
         wants_report: answer even if there is nothing new.
         weights: for releases; None where the settings' release does without.
         expected_ns: the profile's time of this step, where that is to be measured; else 0.
+        runner_writes: the model runner itself writes blocks for this step, behind its orders and before its forward
+            pass: no load may begin ahead of that.
     """
 
     loads: tuple[LoadOrder, ...] = ()
@@ -135,6 +137,7 @@ class StepOrders:
     wants_report: bool = False
     weights: StepWeights | None = None
     expected_ns: int = 0
+    runner_writes: bool = False
 
 
 @dataclass(frozen=True, slots=True)

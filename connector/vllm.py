@@ -20,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from lamella.connector.back_end import back_end_of
-from lamella.connector.before_batch import tell_second_runner_first
+from lamella.connector.before_batch import runner_writes_blocks, tell_second_runner_first
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.step_orders import StepOrders, StepReport
 from lamella.connector.tier_prefetch import RankObjects
@@ -258,6 +258,8 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
     def build_connector_meta(self, scheduler_output: Any) -> LamellaOrders:
         """The step's orders; the last step's, where both have nothing to do."""
         orders = self._scheduler.step_orders(scheduler_output)
+        if self.settings.before_batch and orders.loads and runner_writes_blocks(scheduler_output):
+            orders = replace(orders, runner_writes=True)
         if orders is not self._orders.orders:
             self._orders = LamellaOrders(orders)
         return self._orders

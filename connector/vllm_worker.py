@@ -7,7 +7,6 @@ back with each step's report. It runs on the model runner's thread; bytes move o
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -234,10 +233,8 @@ class WorkerSide:
         self._seen = orders
         if orders.flushes:
             self.stores.flush(orders.flushes, _STORE_FLUSH_S)
-        if self._settings.before_batch:
-            for order in orders.loads:
-                if order.joins_step:
-                    self.loads.begin(order, time.monotonic_ns())
+        if self._settings.before_batch and not orders.runner_writes:
+            self.loads.begin_joining(orders)
 
     def begin_step(self, orders: StepOrders) -> None:
         """The step's loads begin and its stores are known."""

@@ -95,6 +95,12 @@ class WorkerLoads:
 
     # ---- a step begins
 
+    def begin_joining(self, orders: StepOrders) -> None:
+        """Loads whose requests join the step begin ahead of `begin_step`."""
+        for order in orders.loads:
+            if order.joins_step:
+                self.begin(order, time.monotonic_ns())
+
     def begin_step(self, orders: StepOrders) -> None:
         """Orders are taken in, loads begin if they have not, and it is settled what this step's layers wait for."""
         now_ns = time.monotonic_ns()

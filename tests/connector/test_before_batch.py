@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lamella.connector.before_batch import told_first
+from lamella.connector.before_batch import runner_writes_blocks, told_first
 from lamella.connector.step_orders import LoadOrder, StepOrders
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.vllm_worker import WorkerSide
@@ -45,6 +46,23 @@ def test_what_joins_begins_at_the_first_sight_of_a_step_and_the_rest_with_it(ran
         assert begun == ([0] if rank._settings.before_batch else [])
     rank.begin_step(ORDERS)
     assert begun == [0, 1]
+
+
+@pytest.mark.parametrize("name", ["new_block_ids_to_zero", "kv_cache_block_copies"])
+def test_a_step_in_which_the_runner_zeroes_or_copies_blocks_is_known(name: str) -> None:
+    assert runner_writes_blocks(SimpleNamespace(**{name: [7]}))
+    for nothing in ([], None):
+        assert not runner_writes_blocks(SimpleNamespace(**{name: nothing}))
+    assert not runner_writes_blocks(SimpleNamespace())
+
+
+def test_no_load_begins_ahead_of_what_the_runner_writes(rank: WorkerSide) -> None:
+    """It would zero, or copy over, what has landed."""
+    writes = replace(ORDERS, runner_writes=True)
+    rank.see(writes)
+    assert rank.loads.num_open == 0
+    rank.begin_step(writes)
+    assert rank.loads.num_open == 2
 
 
 def test_the_runner_computes_behind_what_is_told_and_gives_what_it_gave() -> None:

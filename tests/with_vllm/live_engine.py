@@ -28,7 +28,7 @@ from with_vllm.answers import Answer, Tolerance, answer_of, tolerance_for
 from with_vllm.engine_parts import EngineParts
 from with_vllm.gates import NativeGate, SliceGate
 from with_vllm.replays import HIT, OWN
-from with_vllm.tiny_engine import ON_GPU, make_llm, prompt, sampling
+from with_vllm.tiny_engine import BEFORE_BATCH, ON_GPU, make_llm, prompt, sampling
 
 _BOUND_S = 60.0
 _REST_S = 10.0
@@ -333,7 +333,7 @@ class LiveEngine(EngineParts):
         width: int | str | tuple[int, ...],
         release: str = "first",
         use_layerwise: bool = False,
-        before_batch: bool = False,
+        before_batch: bool = BEFORE_BATCH,
     ) -> bool:
         """From now on loads move like this; what an engine's settings would have said at its start.
 
@@ -348,7 +348,7 @@ class LiveEngine(EngineParts):
             before_batch=before_batch,
         )
         choice = choose_width(settings.layers_per_slice, worker.caches.layout)
-        self.side._settings = worker._settings = settings
+        self.side._settings = worker._settings = self.scheduler.connector.settings = settings
         self.side._auto = AutoChoice(settings, self.side._facts, self.side.metrics) if settings.is_auto else None
         self.side._forecast = self.side._auto.forecast if self.side._auto is not None else None
         if settings.needs_forecast and self.side._forecast is None:

@@ -18,7 +18,7 @@ import torch
 from with_vllm.answers import Tolerance
 from with_vllm.live_engine import LiveEngine
 from with_vllm.replays import GRAPHS, HIT, OWN, REPLAYED, replays
-from with_vllm.tiny_engine import PLAIN_STEPS, prompt
+from with_vllm.tiny_engine import BLOCK, PLAIN_STEPS, prompt
 
 P = prompt(HIT + OWN)
 LONGER = [prompt(HIT + 52, salt) for salt in (0, 7)]  # so that many tokens read what a control spoils
@@ -86,6 +86,35 @@ def test_synchronous_loads_and_layerwise_stores_are_exact(
     assert under_way[0] == before_batch  # its load has begun by the time that the connector's step begins
     assert free.request("r1").num_computed_tokens == len(P)  # it joined the very first step
     loaded = free.finish("r1")[0]
+    assert loaded.same(computed)
+    assert loaded.cached == HIT
+
+
+@pytest.mark.parametrize("before_batch", [False, True], ids=["", "before_batch"])
+def test_blocks_that_the_runner_zeroes_for_a_step_are_loaded_behind_that(
+    free: LiveEngine, before_batch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for models with recurrent state or caches of several precisions: zeroed while the batch is prepared."""
+    free.configure(1, use_layerwise=True, before_batch=before_batch)
+    computed = free.stored(P)
+    blocks, allocated = list[int](), free.side.allocated
+
+    def noted(request: Any, tables: Any, num_external: int) -> None:
+        blocks.extend(tables[0])
+        allocated(request, tables, num_external)
+
+    def to_zero() -> list[int]:
+        taken = blocks.copy()
+        blocks.clear()
+        return taken
+
+    runner = free.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    zeroed, zero = list[int](), runner._zero_block_ids
+    monkeypatch.setattr(free.side, "allocated", noted)
+    monkeypatch.setattr(free.scheduler, "_get_new_block_ids_to_zero", to_zero)
+    monkeypatch.setattr(runner, "_zero_block_ids", lambda ids: (zeroed.extend(ids), zero(ids)))
+    loaded = free.generate(P)
+    assert len(zeroed) >= HIT // BLOCK
     assert loaded.same(computed)
     assert loaded.cached == HIT
 
