@@ -18,7 +18,7 @@ from lamella.connector.recorded_run import read_run
 from lamella.reference.chrome_trace import from_chrome_trace
 from lamella.reference.recording import Recording, RunSource
 from lamella.sim.explain import explain
-from with_vllm.tiny_engine import BLOCK, prompt, sampling
+from with_vllm.tiny_engine import BEFORE_BATCH, BLOCK, prompt, sampling
 
 EXTRA = {"layers_per_slice": 1, "release": "first", "host_pool_gib": 0.1, "chunk_tokens": 64}
 DOCUMENT, QUESTION = 384, 24
@@ -50,7 +50,7 @@ def folder(deep_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
                 kv_connector="RecordingConnector",
                 kv_connector_module_path="lamella.connector.vllm_recording",
                 kv_role="kv_both",
-                kv_connector_extra_config=EXTRA,
+                kv_connector_extra_config={"before_batch": BEFORE_BATCH, **EXTRA},
             ),
             **options,
         )

@@ -19,6 +19,9 @@ ON_GPU = torch.cuda.is_available()
 PLAIN_STEPS = os.environ.get("VLLM_USE_V2_MODEL_RUNNER") == "0" if ON_GPU else not os.environ.get("LAMELLA_TEST_AHEAD")
 """Whether a running request can be taken back: by the first model runner, when it makes one step after another."""
 
+BEFORE_BATCH = "LAMELLA_TEST_BEFORE_BATCH" in os.environ
+"""Whether engines have `before_batch`, see `with_vllm.before_batch`."""
+
 DTYPE = "bfloat16" if ON_GPU else "float32"
 
 
@@ -55,6 +58,6 @@ def make_llm(model: Path, extra: Mapping[str, Any] | None, *, policy: str = "fai
             kv_connector_module_path="lamella.connector.vllm",
             kv_role="kv_both",
             kv_load_failure_policy=policy,
-            kv_connector_extra_config=dict(extra),
+            kv_connector_extra_config={"before_batch": BEFORE_BATCH, **extra},
         )
     return LLM(**arguments)

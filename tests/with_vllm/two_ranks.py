@@ -25,7 +25,7 @@ from vllm.config import KVTransferConfig
 
 from lamella.connector.safety_rules import ALL_RULES
 from with_vllm.answers import Answer, answer_of
-from with_vllm.tiny_engine import BLOCK, make_llm, prompt, sampling
+from with_vllm.tiny_engine import BEFORE_BATCH, BLOCK, make_llm, prompt, sampling
 
 P = prompt(500)
 OTHER = prompt(980, salt=5)  # 31 blocks of 39, of which a held load has 16
@@ -46,6 +46,7 @@ class TwoRanks:
             kv_role="kv_both",
             kv_connector_extra_config={
                 "layers_per_slice": 1,
+                "before_batch": BEFORE_BATCH,
                 "host_pool_gib": 0.05,
                 "chunk_tokens": 64,
                 "wait_timeout_s": 60,
