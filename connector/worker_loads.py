@@ -96,10 +96,10 @@ class WorkerLoads:
     # ---- a step begins
 
     def begin_joining(self, orders: StepOrders) -> None:
-        """Loads whose requests join the step begin ahead of `begin_step`."""
-        for order in orders.loads:
-            if order.joins_step:
-                self.begin(order, time.monotonic_ns())
+        """Loads up to the last whose request joins the step begin ahead of `begin_step`: the link keeps their order."""
+        last = max((index for index, order in enumerate(orders.loads) if order.joins_step), default=-1)
+        for order in orders.loads[: last + 1]:
+            self.begin(order, time.monotonic_ns())
 
     def begin_step(self, orders: StepOrders) -> None:
         """Orders are taken in, loads begin if they have not, and it is settled what this step's layers wait for."""

@@ -17,12 +17,16 @@ from lamella.connector.vllm_worker import WorkerSide
 pytest.importorskip("torch")
 from connector.test_worker_start import start
 
-ORDERS = StepOrders(
-    num_tokens=1,
-    loads=tuple(
-        LoadOrder(number, f"r{number}", (number,), 0, ((1 + number,),), 16, 0, number == 0) for number in (0, 1)
-    ),
-)
+
+def orders_of(*joins: bool) -> StepOrders:
+    """A step with as many loads, in the order in which they were ordered."""
+    loads = (
+        LoadOrder(number, f"r{number}", (number,), 0, ((1 + number,),), 16, 0, one) for number, one in enumerate(joins)
+    )
+    return StepOrders(num_tokens=1, loads=tuple(loads))
+
+
+ORDERS = orders_of(True, False)
 
 
 @pytest.fixture(params=[True, False], ids=["before_batch", "by default"])
@@ -32,7 +36,21 @@ def rank(request: pytest.FixtureRequest) -> Iterator[WorkerSide]:
     side.close()
 
 
-def test_what_joins_begins_at_the_first_sight_of_a_step_and_the_rest_with_it(rank: WorkerSide) -> None:
+@pytest.mark.parametrize(
+    ("joins", "early"),
+    [
+        ((True, False, False), [0]),
+        ((False, True, False), [0, 1]),
+        ((False, True, True), [0, 1, 2]),
+        ((True, False, True), [0, 1, 2]),
+        ((False, False, False), []),
+    ],
+)
+def test_loads_up_to_the_last_that_joins_begin_at_the_first_sight_of_a_step_once_and_the_rest_with_it(
+    rank: WorkerSide, joins: tuple[bool, ...], early: list[int]
+) -> None:
+    """The link keeps their order, by which `auto` has chosen each: one that joins does not overtake."""
+    orders = orders_of(*joins)
     begun: list[int] = []
     begin = rank.loads.begin
 
@@ -42,10 +60,10 @@ def test_what_joins_begins_at_the_first_sight_of_a_step_and_the_rest_with_it(ran
 
     rank.loads.begin = noted  # type: ignore[method-assign]
     for _sight in range(2):  # the second model runner's are two
-        rank.see(ORDERS)
-        assert begun == ([0] if rank._settings.before_batch else [])
-    rank.begin_step(ORDERS)
-    assert begun == [0, 1]
+        rank.see(orders)
+        assert begun == (early if rank._settings.before_batch else [])
+    rank.begin_step(orders)
+    assert begun == [0, 1, 2]
 
 
 @pytest.mark.parametrize("name", ["new_block_ids_to_zero", "kv_cache_block_copies"])
