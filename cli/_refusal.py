@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,3 +44,28 @@ def check_writable(path: Path) -> None:
         pass
     if not was_there:
         path.unlink()
+
+
+def check_outputs(outputs: Iterable[Path | None], reads: Iterable[Path | str | None] = ()) -> None:
+    """Each output can be written (`check_writable`), and none takes the place of another or of what the verb reads.
+
+    Args:
+        outputs: files; None is one that was not asked for.
+        reads: files, and names of what is shipped, which are no files.
+
+    Raises:
+        ValueError: an output that is read, or named twice.
+        OSError: one that cannot be written.
+    """
+    kept = {Path(read).resolve() for read in reads if read is not None and Path(read).is_file()}
+    taken: set[Path] = set()
+    for path in outputs:
+        if path is None:
+            continue
+        check_writable(path)
+        if (real := path.resolve()) in kept:
+            raise ValueError(f"{path} is read here, and writing there would lose it; name another file")
+        if real in taken:
+            raise ValueError(f"{path} is to hold two results, and would keep the last; name a file for each")
+        if path.is_file() or not path.exists():  # not a device such as /dev/null
+            taken.add(real)

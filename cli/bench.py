@@ -13,7 +13,7 @@ import typer
 
 from lamella.cli._device import open_device
 from lamella.cli._measuring import DeviceOption, JsonOption, LayersOption, RepeatsOption, RowsOption
-from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._refusal import check_outputs, refuse_bad_input
 from lamella.cli._sizes import parse_measured_bytes
 
 _LOADS = {"idle": "idle", "here": "products here", "elsewhere": "products elsewhere"}
@@ -66,8 +66,7 @@ def register(app: typer.Typer) -> None:
         from lamella.sim.profiles import load_profile
 
         with refuse_bad_input():
-            if json_path is not None:
-                check_writable(json_path)
+            check_outputs((json_path,), (profile,))
             loads = _loads(beside)
             rates = EngineRates.from_profile(load_profile(profile))
             defaults = BenchScope()
@@ -118,8 +117,7 @@ def register(app: typer.Typer) -> None:
             raise typer.Exit(1) from missing
 
         with refuse_bad_input():
-            if json_path is not None:
-                check_writable(json_path)
+            check_outputs((json_path,))
             loads = _loads(beside)
             shapes = {"token": MAIN_SHAPES[0], "block": BLOCK_SHAPE}
             if form not in shapes:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._refusal import check_outputs, refuse_bad_input
 
 if TYPE_CHECKING:
     from lamella.reference.recording import Recording
@@ -37,6 +37,7 @@ def explain(
 
     The parts add up to the time to first token exactly. Each stall and each wait on the link names whose slice it was.
     """
+    from lamella.connector.run_log import SCHEDULER_LOG, WORKER_LOGS
     from lamella.reference.chrome_trace import to_chrome_trace
     from lamella.sim.explain import explain as explain_request
     from lamella.sim.explain import explanation_document, explanation_lines
@@ -47,9 +48,7 @@ def explain(
         recording = read_recording(trace)
         number = _number(request, {one.request: one.ttft_ns for one in recording.requests})
         explanation = explain_request(recording, number)
-        for path in (json_path, trace_out):
-            if path is not None:
-                check_writable(path)
+        check_outputs((json_path, trace_out), (trace, trace / SCHEDULER_LOG, *trace.glob(WORKER_LOGS)))
     if trace_out is not None:
         trace_out.write_text(json.dumps(to_chrome_trace(recording)) + "\n", encoding="utf-8")
     if json_path is not None:

@@ -14,7 +14,7 @@ import typer
 from lamella.cli._config import ConfigOption
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, check_table
 from lamella.cli._progress import progress_bar
-from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._refusal import check_outputs, refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
     FullGraphsOption,
@@ -58,6 +58,12 @@ ASSUMPTIONS = (
 )
 
 
+def trace_file(named: Path | None) -> Path | None:
+    """The trace: the one named, or the one that `LAMELLA_TRACE` names; None for the generated sample."""
+    from_environment = os.environ.get("LAMELLA_TRACE")
+    return Path(from_environment) if named is None and from_environment else named
+
+
 def read_workload(trace: Path | None, limit: int | None, seed: int) -> tuple[list[TraceRequest], str]:
     """The requests and what to call them: the trace, or the one `LAMELLA_TRACE` names, or a generated sample.
 
@@ -68,8 +74,7 @@ def read_workload(trace: Path | None, limit: int | None, seed: int) -> tuple[lis
     if limit is not None and limit < 1:
         raise ValueError(f"limit must be at least 1, got {limit}")
     check_seed(seed)
-    if trace is None and os.environ.get("LAMELLA_TRACE"):
-        trace = Path(os.environ["LAMELLA_TRACE"])
+    trace = trace_file(trace)
     if trace is None:
         sample = generate_conversations(seed)[:limit]
         return sample, f"a generated sample of conversations (no trace given; seed {seed})"
@@ -269,9 +274,7 @@ def register(app: typer.Typer) -> None:
                 )
             if table is not None:
                 check_table(table)
-            for path in (json_path, html, trace_out):
-                if path is not None:
-                    check_writable(path)
+            check_outputs((json_path, html, table, trace_out), (trace_file(trace), profile, config))
             how = parse_running(engine, workers, len(ARMS) * len(routing.requests) * REQUEST_S)
             if journal is not None:
                 journal.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
-from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._refusal import check_outputs, refuse_bad_input
 
 
 def register(app: typer.Typer) -> None:
@@ -66,6 +66,7 @@ def validate(
         if inputs_wait not in [way.value for way in InputsWait]:
             known = ", ".join(way.value for way in InputsWait)
             raise ValueError(f"--inputs-wait must be one of {known}, got {inputs_wait!r}")
+        check_outputs((json_path, overheads_out), (*results, split, profile, overheads))
         device = open_device(profile, None, extrapolate=False)
         if len({path.resolve() for path in results}) < len(results):
             raise ValueError(f"a run counts once; got {', '.join(map(str, results))}")
@@ -79,9 +80,6 @@ def validate(
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
         given = None if overheads is None else open_overheads(overheads)
-        for path in (json_path, overheads_out):
-            if path is not None:
-                check_writable(path)
         found = validate_run(run, device, cells, given, InputsWait(inputs_wait), together=together)
     if json_path is not None:
         json_path.write_text(json.dumps(found.document(), indent=1) + "\n", encoding="utf-8")
