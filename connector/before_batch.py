@@ -54,8 +54,10 @@ def told_first(execute_model: Callable[..., Any], tell: Callable[[Any], None]) -
     return execute_told
 
 
-def tell_second_runner_first() -> None:
+def tell_second_runner_first(kind: type) -> None:
     """From now on each step's orders reach this process's connector before the second model runner prepares the batch.
+
+    The process may have other engines later, with or without a connector: only one of that kind is told.
 
     Raises:
         RuntimeError: this vLLM's second runner is another than the one that this was written for.
@@ -67,8 +69,9 @@ def tell_second_runner_first() -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     def tell(metadata: Any) -> None:
-        if has_kv_transfer_group():
-            get_kv_transfer_group().handle_preemptions(metadata)
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        if isinstance(connector, kind):
+            connector.handle_preemptions(metadata)  # type: ignore[attr-defined]
 
     if not getattr(GPUModelRunner.execute_model, "tells_first", False):
         GPUModelRunner.execute_model = told_first(GPUModelRunner.execute_model, tell)

@@ -143,9 +143,17 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         check_stands_alone(self)
         if not self._refused:
             facts = replace(self._rank_facts, full_graphs=full_graphs(self._vllm_config))
-            if self.settings.before_batch and getattr(self._vllm_config, "use_v2_model_runner", False):
-                tell_second_runner_first()
+            if self.settings.before_batch:
+                self._hear_first(several_groups=len(facts.groups) > 1)
             self.worker = self._worker_side(self.settings, facts, kv_caches, self._rules, self._engine_options)
+
+    def _hear_first(self, *, several_groups: bool) -> None:
+        """A step's orders are seen before its batch is prepared, where a load can join its step."""
+        if several_groups or not (self.settings.use_layerwise or self.settings.is_auto):
+            why = "of several KV cache groups" if several_groups else "unless use_layerwise is set, or auto chooses it"
+            _log.warning("before_batch changes nothing: no load joins the step of its request %s", why)
+        elif getattr(self._vllm_config, "use_v2_model_runner", False):
+            tell_second_runner_first(LamellaConnector)
 
     def get_handshake_metadata(self) -> LamellaHandshake | None:
         """How this rank names its objects, and its slots."""
