@@ -265,7 +265,7 @@ def test_who_is_replayed_waits_whole_when_its_step_is_bound_whatever_is_called_l
     worker, waited = engine.worker, []
     monkeypatch.setattr(worker, "begin_step", lambda orders: None)
     monkeypatch.setattr(worker.loads, "_orders", StepOrders(num_tokens=1))
-    monkeypatch.setattr(worker.loads, "_replayed", False)
+    monkeypatch.setattr(worker.loads, "replayed", False)
     monkeypatch.setattr(worker.loads, "gated", [SimpleNamespace()])
     monkeypatch.setattr(worker.loads, "wait_whole", lambda: waited.append("waited"))
     monkeypatch.setattr(engine.connector, "_connector_metadata", None)
