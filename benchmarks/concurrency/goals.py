@@ -76,13 +76,16 @@ def chosen_of(cell: CellFigures) -> list[str]:
 
 
 def regret_of(cell: CellFigures, arm: str) -> tuple[float, str] | None:
-    """By how much the arm's mean is above the best other arm's with the same graphs, and which that is."""
+    """By how much the arm's mean is above the best other arm's with the same graphs, and which that is.
+
+    None where no other way than chunk-major ran: better than that is no sign of a good choice.
+    """
     others = [
         name
         for name in cell.arms
         if not name.startswith("auto") and name != "early_read" and graphs_of(name) == graphs_of(arm)
     ]
-    if not others:
+    if all(name.startswith("chunk") for name in others):
         return None
     best = min(others, key=lambda name: cell.arms[name].ttft.value)
     return cell.arms[arm].ttft.value / cell.arms[best].ttft.value - 1, best

@@ -39,7 +39,7 @@ from concurrency.recording import RecordingError, read
 from concurrency.rules import Mean, Row
 from concurrency.several_runs import over_runs, with_runs
 from concurrency.tables import cells_table, differences_table, gains_table, goals_table, predictions_of
-from concurrency.two_gpus import beside_one_gpu, limits_table, on_two_gpus
+from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table, on_two_gpus
 
 
 def newest(runs: Sequence[Sequence[Row]]) -> list[Row]:
@@ -302,6 +302,7 @@ def report(asked: argparse.Namespace, runs: Sequence[Sequence[Row]]) -> None:
     if any(map(on_two_gpus, cells)):
         beside = beside_one_gpu(by_run(runs))
         print(limits_table(by_name))
+        print(launches_table(by_name))
     print(goals_table([*with_runs(goals(cells, verdicts, rows), over_runs(by_run(runs))), *beside]))
     try:
         if asked.json:

@@ -86,7 +86,8 @@ def _workload(facts: Mapping[str, Any]) -> str:
     beside = f", {facts['bystanders']} bystanders" if facts["bystanders"] else ""
     misses = f", 1 of {facts['miss_every']} misses" if facts["miss_every"] else ""
     tier = f", tier of {facts['tier_gb_per_s']:g} GB/s" if facts["tier_gb_per_s"] else ""
-    return f"{shape} → {facts['output']}{beside}{misses}{tier}{arriving(facts)}"
+    again = ", beside `before_batch`" if "_before_batch" in facts["name"] else ""
+    return f"{shape} → {facts['output']}{beside}{misses}{tier}{arriving(facts)}{again}"
 
 
 def differences_table(cells: Mapping[str, CellFigures]) -> str:

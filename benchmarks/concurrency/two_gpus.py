@@ -7,12 +7,13 @@ does not quite, so the same workload has another T/P there, and gains are compar
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from concurrency.figures import CellFigures
 from concurrency.goals import Line, chosen_of, gain_of
-from concurrency.rules import SLOW_HOST, Mean, Row, change_of, host_measures, judged, slow_of, ttft_ms
+from concurrency.rules import SLOW_HOST, Mean, Row, change_of, host_measures, judged, kept, slow_of, ttft_ms
 
 CONCURRENCY: Final = 4
 MOST_POINTS_SMALLER: Final = 0.05
@@ -131,6 +132,46 @@ def limits_table(runs: Mapping[str, Sequence[Row]]) -> str:
     for limit in LIMITS if having else ():
         gains = " | ".join(_gain_within(rows, limit) for rows in having.values())
         text.append(f"| {'none' if limit == math.inf else limit} | {gains} |")
+    return "\n".join(text) + "\n"
+
+
+def launches_table(runs: Mapping[str, Sequence[Row]]) -> str:
+    """What bounds a rank's prefill in the cell `LIMITS_OF`: how quick the cores were, and launching beside computing.
+
+    Of the repeats that count: the slower look at each process's core, 0.7 ms on a quick one; of chunk-major prefills,
+    rank 0's thread from a step's begin until all is launched, and the step on the device, in the median and in the
+    quarters that were launched quickest and slowest.
+
+    Args:
+        runs: the lines of each, by its name; those without the cell, or whose steps no device timed, are left out.
+    """
+    text = [
+        "### what bounds a rank's prefill on two GPUs, medians",
+        "",
+        "| run | cores, ms | launching → step, ms | quickest quarter | slowest quarter |",
+        "|---|---|---|---|---|",
+    ]
+    for name, rows in runs.items():
+        arms: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["kind"] == "repeat" and row["cell"]["name"] == LIMITS_OF:
+                arms.setdefault(row["arm"], []).append(row)
+        counting = kept(arms)
+        steps = sorted(
+            (step[1] / 1e3, step[5] / 1e3)
+            for row in counting.get("chunk_full_graphs", ())
+            for step in row["steps"]
+            if row["cell"]["new"] <= step[2] < row["cell"]["new"] + CONCURRENCY and step[5] is not None
+        )
+        if len(steps) < 4:
+            continue
+        looks = [[max(us) for us in zip(*row["probe_us"], strict=True)] for group in counting.values()
+                 for row in group if "probe_us" in row]  # fmt: skip
+        cores = sorted(statistics.median(us) / 1e3 for us in zip(*looks, strict=True))
+        parts = (steps, steps[: len(steps) // 4], steps[-(len(steps) // 4) :])
+        medians = (" → ".join(f"{statistics.median(ms):.1f}" for ms in zip(*part, strict=True)) for part in parts)
+        told = f"{cores[0]:.2f} to {cores[-1]:.2f}" if cores else "-"
+        text.append(f"| {name} | {told} | {' | '.join(medians)} |")
     return "\n".join(text) + "\n"
 
 

@@ -9,7 +9,7 @@ import pytest
 from concurrency.figures import figures_of
 from concurrency.finding import NAMES, beyond, causes_table
 from concurrency.rules import Change
-from concurrency.two_gpus import LIMITS_OF, limits_table
+from concurrency.two_gpus import LIMITS_OF, launches_table, limits_table
 
 from recorded_rows import CELL, row
 
@@ -79,3 +79,16 @@ def test_what_two_gpus_gain_is_told_by_limit_for_runs_with_looks() -> None:
         "| 1.3 | -60.0%", "| 1.5 | -53.3%", "| 2.2 | -53.3%", "| none | -45.0%",
     ]  # fmt: skip
     assert [one.rsplit(" ", 2)[1] for one in rows] == ["(2)", "(3)", "(3)", "(4)"]
+
+
+def test_what_a_ranks_prefill_takes_is_told_beside_its_launching() -> None:
+    def launched(*steps_ms: tuple[int, int]) -> list[dict[str, Any]]:
+        rows = switched(LIMITS_OF, chunk_full_graphs=[100] * len(steps_ms), auto_full_graphs=[40, 40])
+        looked = [{**one, "probe_us": [[700, 900], [800, 600]], "steps": []} for one in rows]
+        for one, (launching, step) in zip(looked, steps_ms, strict=False):
+            new = one["cell"]["new"]
+            one["steps"] = [[0, 1_000 * launching, new, 0, 5, 1_000 * step], [0, 1_000, 1, 0, 5, 2_000]]
+        return looked
+
+    rows = launches_table({"one": launched((16, 23), (30, 31), (18, 23), (20, 23)), "none": []}).splitlines()[4:]
+    assert rows == ["| one | 0.80 to 0.90 | 19.0 → 23.0 | 16.0 → 23.0 | 30.0 → 31.0 |"]

@@ -17,8 +17,9 @@ from concurrency.recording import read
 from concurrency.report import by_run, commit_of, commits_of, each_run, newest, summary
 from concurrency.several_runs import TODAYS, over_runs, with_runs
 from concurrency.tables import differences_table, gains_table, goals_table
-from concurrency.two_gpus import beside_one_gpu, limits_table
+from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table
 
+from before_batch_words import before_batch, ranks
 from concurrency_words import phrases, ranges
 from finding_words import finding, slow_share
 
@@ -35,12 +36,14 @@ ONE_GPU = (
     "h200-2026-11-30-grid-finding",
     "h200-2026-11-30-grid-busy-host",
     "h200-2026-11-30-grid-peers-and-piecewise",
+    "h200-2026-11-30-grid-before-batch",
 )
 """In the order in which a cell's last one counts; the first three have answers and 50 tokens that no later one has."""
 TWO_GPUS = (
     "h200-2026-11-30-grid-two-gpus-full",
     "h200-2026-11-30-grid-two-gpus-quick-cores",
     "h200-2026-11-30-grid-two-gpus-busy-host",
+    "h200-2026-11-30-grid-two-gpus-before-batch",
 )
 SHOWN = (*ONE_GPU, *TWO_GPUS)
 BEFORE = (
@@ -130,6 +133,11 @@ def _prose(page: str) -> str:
     return "\n".join(line for line in lines if not line.startswith(("|", "    "))).replace("−", "-")
 
 
+def _before_batch(runs: list[list[Any]]) -> list[str]:
+    """What beginning loads before their batch changes."""
+    return [row for row in _rows(differences_table(figures_of(newest(runs)))) if "_before_batch_full_graphs |" in row]
+
+
 def wanted(recorded: Recorded) -> Tables:
     """What each section must say, row by row."""
     one, two = ([recorded[name] for name in names] for names in (ONE_GPU, TWO_GPUS))
@@ -141,12 +149,14 @@ def wanted(recorded: Recorded) -> Tables:
         "`auto`": _choices(one),
         "The finding": _rows(causes_table(figures_of(newest(one)))),
         "What bounds it": _shared_link(one),
+        "Loads that begin before their batch": [*_before_batch(one), *_before_batch(two)],
         "Two GPUs, tensor parallel 2": [
             *_goals(two),
             *_rows(goals_table(beside)),
             *_gains(two),
             *_choices(two),
             *_rows(limits_table({name: recorded[name] for name in TWO_GPUS})),
+            *_rows(launches_table({name: recorded[name] for name in TWO_GPUS})),
         ],
     }
 
@@ -193,17 +203,19 @@ def test_what_one_thing_changes_is_as_recorded(page: str, recorded: Recorded) ->
         ("(sync_full_graphs) | 104.7 | 99% |", "(sync_full_graphs) | 104.7 | 109% |"),
         ("| reached |", "| missed |"),
         ("| 99ca007 | 59.3 |", "| f8adb2c | 59.3 |"),
-        ("| wrong answers | 0 | 1 of 680", "| wrong answers | 0 | 0 of 680"),
+        ("| wrong answers | 0 | 1 of 752", "| wrong answers | 0 | 0 of 752"),
         ("| 99ca007 | 3 to 8 | 0 of 168 |", "| 99ca007 | 3 to 8 | 0 of 268 |"),
-        ("+1.8 ± 1.6 points", "+1.8 ± 2.6 points"),
+        ("+2.3 ± 1.8 points", "+2.3 ± 2.8 points"),
         ("+9.5 ± 1.9 points", "+4.5 ± 1.9 points"),
-        ("97.6 → 44.7", "97.6 → 34.7"),
+        ("129.9 → 70.5", "129.9 → 60.5"),
+        ("16.6 → 22.9 |", "16.6 → 19.9 |"),
+        ("| -0.8% ± 4.6% |", "| -9.8% ± 4.6% |"),
         ("-54.2% ± 1.7% (11) |", "-54.2% ± 1.7% (38) |"),
         ("| 39.1 | 47.9 |", "| 49.1 | 47.9 |"),
         ("+52.4% ± 3.6% | beyond two errors |", "+52.4% ± 3.6% | shown |"),
         ("+110.5% ± 5.6%", "+11.5% ± 5.6%"),
         ("over 2 runs | ≤ -55% | -61.2% ± 1.5%", "over 2 runs | ≤ -55% | -61.2% ± 1.0%"),
-        ("| C = 1, new = 768, auto_full_graphs, over 2 runs |", "| C = 1, new = 768, auto_full_graphs, over 3 runs |"),
+        ("| C = 1, new = 768, auto_full_graphs, over 3 runs |", "| C = 1, new = 768, auto_full_graphs, over 2 runs |"),
     ],
 )
 def test_a_figure_that_no_recording_holds_or_that_is_missing_is_noticed(
@@ -232,8 +244,8 @@ def test_changes_quoted_in_words_are_in_a_table(page: str) -> None:
         assert len(re.findall(r"[+-]\d+\.\d%", text)) > 8
         assert unsaid(text, rows) == set()
     assert unsaid(_prose(page), rows + (RESULTS / EACH).read_text(encoding="utf-8")) == set()
-    assert unsaid(short.replace("-58.5%", "-57.5%").replace("to 44.7 ms", "to 34.7 ms"), rows) == {
-        "-57.5%", "97.6 to 34.7",
+    assert unsaid(short.replace("-58.5%", "-57.5%").replace("to 70.5 ms", "to 60.5 ms"), rows) == {
+        "-57.5%", "129.9 to 60.5",
     }  # fmt: skip
 
 
@@ -243,13 +255,17 @@ def unspoken(page: str, recorded: Recorded) -> list[str]:
     over = over_runs(by_run([recorded[name] for name in ONE_GPU]))
     quiet = figures_of(recorded["h200-2026-11-30-grid-two-steps"])
     words = " ".join(_prose(page).replace("\n- ", "\n").split())
-    wanted_words = (*phrases(now, two, quiet, over), *ranges(_sections(page)), *finding(now))
+    each = [figures_of(recorded[name]) for name in TWO_GPUS]
+    wanted_words = (
+        *phrases(now, two, quiet, over), *ranges(_sections(page)), *finding(now), *before_batch(now, two),
+        *ranks(each, now),
+    )  # fmt: skip
     return [said for said in wanted_words if said not in words]
 
 
 def test_what_is_said_in_words_is_what_the_recordings_say(page: str, recorded: Recorded) -> None:
     assert unspoken(page, recorded) == []
-    changed = page.replace("over 26 cells", "over 36 cells").replace("Busy for 84%", "Busy for 94%")
+    changed = page.replace("over 27 cells", "over 37 cells").replace("Busy for 84%", "Busy for 94%")
     assert len(unspoken(changed, recorded)) == 2
 
 

@@ -106,6 +106,16 @@ def test_every_run_of_todays_auto_counts_against_its_own_baseline() -> None:
     assert "-50.0%" in over_runs([(FIRST, at(50.0)), (SECOND, slower)])["C = 1, new = 768, auto"].measured.split("(")[1]
 
 
+def test_a_cell_of_full_again_beside_before_batch_is_a_run_of_it() -> None:
+    def full(ttft: float, cell: str) -> dict[str, Any]:
+        rows = run(f"{ONE}_{cell}", {"chunk_full_graphs": 100, "auto_full_graphs": ttft})
+        return figures_of(spread(rows, "auto_full_graphs", 1.0))
+
+    both = over_runs([(FIRST, full(50.0, "full")), (SECOND, full(52.0, "before_batch_full"))])
+    assert both["C = 1, new = 768, auto_full_graphs"].measured.endswith(f"-48.0% ± 0.6% ({SECOND})")
+    assert over_runs([(FIRST, full(50.0, "full")), (SECOND, full(52.0, "bystanders_full"))]) == {}
+
+
 def test_one_run_one_repeat_or_another_auto_says_nothing_of_several() -> None:
     once = figures_of([row for row in run(ONE, {"chunk_bounded": 100, "auto": 50}) if row["repeat"] == 0])
     for runs in ([(FIRST, at(50.0))], [(FIRST, at(50.0)), (SECOND, once)], [(FIRST, at(50.0)), ("4b1f1f9", at(50.0))]):

@@ -104,6 +104,8 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
         f"{RUNS[over['C = 4, new = 256, auto_full_graphs'].what.split()[-2]]} runs",
         f"{small_quiet.percent()} against a baseline of {small_quiet.base.ttft.value:.1f} ms",
         f"{together['C = 8, new = 768, auto_full_graphs']} over two runs",
+        f"Over three runs it is {together['C = 1, new = 768, auto_full_graphs']}, too near the aim",
+        f"Over two runs the former is {together['C = 4, new = 768, auto_full_graphs']}.",
         f"two at once {pair.percent()}, sixteen {many.percent()}",
         f"{mean(others)} behind in the mean over {len(others)} cells",
         f"{' and '.join(f'{value:.1%}' for value in sorted(beyond.values()))} behind",
@@ -179,12 +181,12 @@ def ranges(sections: Mapping[str, Sequence[str]]) -> list[str]:
              and not re.search("open|misses", row[3])]  # fmt: skip
     original = [row for row in auto if row[1].startswith(("12,288", "14,336"))]
     (wrong,) = (row[2].partition(";")[0] for row in rows["Goals and what was measured"] if row[0] == "wrong answers")
-    told = [(row[0], float(row[3].split("%")[0]), row[5]) for row in rows["`auto`"]]
-    closed = [-value for name, value, _share in told if name.startswith(("c4", "c8")) and name.endswith("_full")
+    against = [(row[0], float(row[3].split("%")[0])) for row in rows["`auto`"] if row[3] != "-"]
+    closed = [-value for name, value in against if name.startswith(("c4", "c8")) and name.endswith("_full")
               and not re.search(r"open|tier|misses", name)]  # fmt: skip
-    alone = [value for name, value, _share in told if name.startswith("c1_")]
-    foreseen = [int(share.rstrip("%")) for name, _value, share in told if name.startswith(("c4", "c8"))
-                and share != "-" and not re.search(r"tier|misses", name)]  # fmt: skip
+    alone = [value for name, value in against if name.startswith("c1_")]
+    foreseen = [int(row[5].rstrip("%")) for row in rows["`auto`"] if row[0].startswith(("c4", "c8"))
+                and row[5] != "-" and not re.search(r"tier|misses", row[0])]  # fmt: skip
     return [
         f"shorter in {len(shorter)} of {len(auto)} cells, {span(shorter)};",
         f"higher in {len(quicker)}, by {span(quicker).split(' ')[0]} or more",
