@@ -2,10 +2,11 @@
 
 A worker's first model runner calls the connector's `handle_preemptions` before it touches a step. The second, which
 vLLM takes by default for most models, prepares the batch first: request states, block tables, attention metadata, 4 to
-6 ms of the host beside an H200 for a prompt of 16 thousand tokens (figure: `benchmarks/results`, from asking to the
-begin of a load that joins its step, beside one that parks its request). A load that the step itself waits for could
-move all that while. No hook of vLLM is called there, so `execute_model` of the runner's class is wrapped, once a
-process and only where the setting `before_batch` asks for it; the hook is called a second time where vLLM has it.
+6 ms of the host beside an H200 for a prompt of 16 thousand tokens. A load that the step itself waits for could move
+all that while: at one user it begins 9.4 ms after the question, and 5.0 where the hook comes first
+(`h200-2026-11-30-grid-before-batch` in `benchmarks/results`; docs/concurrency.md says what comes of it). No hook of
+vLLM is called there, so `execute_model` of the runner's class is wrapped, once a process and only where the setting
+`before_batch` asks for it; the hook is called a second time where vLLM has it.
 
 What the runner itself writes while it prepares a batch would come behind such a load: new blocks that it zeroes for
 models with recurrent state or caches of several precisions, and blocks that it copies for a hit that ends within one.

@@ -6,6 +6,7 @@ import json
 import re
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from concurrency.finding import causes_table
 from concurrency.goals import goals
 from concurrency.recording import read
 from concurrency.report import by_run, commit_of, commits_of, each_run, newest, summary
+from concurrency.rules import counted
 from concurrency.several_runs import TODAYS, over_runs, with_runs
 from concurrency.tables import differences_table, gains_table, goals_table
 from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table
@@ -273,6 +275,16 @@ def test_how_busy_the_last_hosts_were_is_said(page: str, recorded: Recorded) -> 
     shares = [slow_share(rows) for rows in recorded.values() if commit_of(rows) == "10aa3d9"]
     assert len(shares) == 5
     assert f"{min(shares):.0%} to {max(shares):.0%} of them, by recording" in " ".join(page.split())
+
+
+def test_the_module_says_when_the_recorded_loads_began(recorded: Recorded) -> None:
+    rows = [row for row in recorded["h200-2026-11-30-grid-before-batch"] if row["kind"] == "repeat"]
+    off, on = (
+        fmean(one["started_us"] - one["asked_us"] for row in rows if row["arm"] == arm for one in counted(row)) / 1e3
+        for arm in ("sync_full_graphs", "sync_before_batch_full_graphs")
+    )
+    module = " ".join((ROOT / "connector" / "before_batch.py").read_text(encoding="utf-8").split())
+    assert f"it begins {off:.1f} ms after the question, and {on:.1f} where the hook comes first" in module
 
 
 def test_every_cause_stands_in_the_finding_with_what_is_known_of_it(page: str) -> None:
