@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from lamella.cli._refusal import check_writable
+from lamella.cli._outputs import check_writable, whole_file, write_text
 from lamella.reference.profile import DeviceProfile
 from lamella.sim.overheads import shipped_overheads
 from lamella.sim.profiles import DEFAULT_PROFILE, load_profile, shipped_profiles
@@ -97,10 +97,11 @@ def write_results(folder: Path, documents: Mapping[str, Any], pictures: Mapping[
     for name, content in documents.items():
         text = content if isinstance(content, str) else json.dumps(content, indent=1) + "\n"
         written.append(folder / name)
-        written[-1].write_text(text, encoding="utf-8")
+        write_text(written[-1], text)
     for name, draw in pictures.items():
         try:
-            draw(folder / name)
+            with whole_file(folder / name) as place:
+                draw(place)
         except ImportError as missing:
             typer.echo(f"No picture: {missing}", err=True)
             break

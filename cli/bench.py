@@ -13,7 +13,8 @@ import typer
 
 from lamella.cli._device import open_device
 from lamella.cli._measuring import DeviceOption, JsonOption, LayersOption, RepeatsOption, RowsOption
-from lamella.cli._refusal import check_outputs, refuse_bad_input
+from lamella.cli._outputs import check_outputs, write_text
+from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._sizes import parse_measured_bytes
 
 _LOADS = {"idle": "idle", "here": "products here", "elsewhere": "products elsewhere"}
@@ -86,7 +87,7 @@ def register(app: typer.Typer) -> None:
         for line in report.lines():
             typer.echo(line)
         if json_path is not None:
-            json_path.write_text(json.dumps(report.as_mapping(), indent=1) + "\n", encoding="utf-8")
+            write_text(json_path, json.dumps(report.as_mapping(), indent=1) + "\n")
 
     @bench.command()
     def server(
@@ -146,4 +147,4 @@ def register(app: typer.Typer) -> None:
             typer.echo(line)
         if json_path is not None:
             whole = {"provenance": asdict(provenance_of(found, ["lamella", *sys.argv[1:]]))} | report.as_mapping()
-            json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            write_text(json_path, json.dumps(whole, indent=1) + "\n")

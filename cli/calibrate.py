@@ -11,7 +11,8 @@ import typer
 
 from lamella.cli._device import open_device
 from lamella.cli._measuring import DeviceOption, RepeatsOption
-from lamella.cli._refusal import check_writable, refuse_bad_input
+from lamella.cli._outputs import check_writable, write_text
+from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._sizes import parse_measured_bytes
 
 
@@ -57,7 +58,7 @@ def register(app: typer.Typer) -> None:
             ["lamella", *sys.argv[1:]],
             lambda line: typer.echo(f"… {line}", err=True),
         )
-        output.write_text(json.dumps(profile_to_mapping(profile), indent=1) + "\n", encoding="utf-8")
+        write_text(output, json.dumps(profile_to_mapping(profile), indent=1) + "\n")
         wire = profile.wire
         typer.echo(
             f"{profile.device}: {wire.h2d_bytes_per_s / 1e9:.2f} GB/s to the device, {wire.d2h_bytes_per_s / 1e9:.2f} "

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from lamella.cli._refusal import check_outputs, refuse_bad_input
+from lamella.cli._outputs import check_outputs, write_text
+from lamella.cli._refusal import refuse_bad_input
 
 if TYPE_CHECKING:
     from lamella.reference.recording import Recording
@@ -50,7 +51,7 @@ def explain(
         explanation = explain_request(recording, number)
         check_outputs((json_path, trace_out), (trace, trace / SCHEDULER_LOG, *trace.glob(WORKER_LOGS)))
     if trace_out is not None:
-        trace_out.write_text(json.dumps(to_chrome_trace(recording)) + "\n", encoding="utf-8")
+        write_text(trace_out, json.dumps(to_chrome_trace(recording)) + "\n")
     if json_path is not None:
         document = {
             "schema_version": 1,
@@ -61,7 +62,7 @@ def explain(
             **explanation_document(explanation),
             "notes": list(recording.notes),
         }
-        json_path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        write_text(json_path, json.dumps(document, indent=1) + "\n")
     for line in explanation_lines(recording, explanation):
         typer.echo(line)
 

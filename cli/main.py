@@ -77,5 +77,6 @@ def main() -> None:
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is still buffered has nowhere to go
         if failure.errno != errno.EPIPE:
-            print(f"Error: cannot write: {failure.strerror}", file=sys.stderr)
+            what = f" {failure.filename}" if failure.filename else ""
+            print(f"Error: cannot write{what}: {failure.strerror}", file=sys.stderr)
         sys.exit(1)

@@ -13,8 +13,9 @@ import typer
 
 from lamella.cli._config import ConfigOption
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, check_table
+from lamella.cli._outputs import check_outputs, whole_file, write_text
 from lamella.cli._progress import progress_bar
-from lamella.cli._refusal import check_outputs, refuse_bad_input
+from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
     FullGraphsOption,
@@ -297,18 +298,19 @@ def register(app: typer.Typer) -> None:
         found = document(result, device, settings, slo, said)
         head = _head(routing, name, chosen=instances is None)
         if json_path is not None:
-            json_path.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            write_text(json_path, json.dumps(found, indent=1) + "\n")
         if html is not None:
-            html.write_text(_page(computed, head, found), "utf-8")
+            write_text(html, _page(computed, head, found))
         if table is not None:
-            write_requests(table, computed.rows)
+            with whole_file(table) as place:
+                write_requests(place, computed.rows)
         if trace_out is not None:
             best = min(result.arms, key=lambda arm: arm.ttft.mean_ns).arm
             strategy = arms[trace_arm or best]
             world = record_instance(strategy, routing, device, trace_instance, width)
             title = f"{device.profile.name}, {name}, instance {trace_instance}"
             recording = record_world(world, title, trace_arm or best, layers)
-            trace_out.write_text(json.dumps(to_chrome_trace(recording)) + "\n", "utf-8")
+            write_text(trace_out, json.dumps(to_chrome_trace(recording)) + "\n")
         _print(result, device, head, said)
         typer.echo(f"\n{result.verdict}")
         elapsed, busy = time.perf_counter() - began, _busy_s() - began_busy

@@ -23,6 +23,7 @@ from lamella.cli._model import (
     wide_console,
     write_results,
 )
+from lamella.cli._outputs import whole_file
 from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
     ComputeSpeedOption,
@@ -185,7 +186,8 @@ def simulate(
         document,
     )
     if table is not None:
-        write_requests(table, rows)
+        with whole_file(table) as place:
+            write_requests(place, rows)
         typer.echo(f"Written: {table}")
     write_results(
         out,

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
-from lamella.cli._refusal import check_outputs, refuse_bad_input
+from lamella.cli._outputs import check_outputs, write_text
+from lamella.cli._refusal import refuse_bad_input
 
 
 def register(app: typer.Typer) -> None:
@@ -82,9 +83,9 @@ def validate(
         given = None if overheads is None else open_overheads(overheads)
         found = validate_run(run, device, cells, given, InputsWait(inputs_wait), together=together)
     if json_path is not None:
-        json_path.write_text(json.dumps(found.document(), indent=1) + "\n", encoding="utf-8")
+        write_text(json_path, json.dumps(found.document(), indent=1) + "\n")
     if overheads_out is not None:
-        overheads_out.write_text(json.dumps(found.overheads.document(), indent=1) + "\n", encoding="utf-8")
+        write_text(overheads_out, json.dumps(found.overheads.document(), indent=1) + "\n")
     for line in found.lines():
         typer.echo(line)
 

@@ -23,15 +23,20 @@ def test_a_full_disk_is_one_sentence(arguments: list[str], tmp_path: Path) -> No
     assert "Traceback" not in done.stderr
 
 
-def test_a_file_longer_than_may_be_is_one_sentence(tmp_path: Path) -> None:
+def test_a_file_longer_than_may_be_is_one_sentence_and_an_earlier_result_stays(tmp_path: Path) -> None:
     """As a quota that is spent, or a disk that fails: what cannot be written is nobody's fault in here."""
+    earlier = tmp_path / "lamella-out" / "sweep.json"
+    earlier.parent.mkdir()
+    earlier.write_text("of a longer run")
     limited = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192)); {COMMAND[-1]}"
     done = subprocess.run(
         [sys.executable, "-c", limited, *SWEEP], capture_output=True, text=True, check=False, cwd=tmp_path
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1] == "Error: cannot write: File too large"
+    assert done.stderr.splitlines()[-1] == "Error: cannot write lamella-out/sweep.json: File too large"
     assert "Traceback" not in done.stderr
+    assert [path.name for path in earlier.parent.iterdir()] == ["sweep.json"], "nothing half written beside it"
+    assert earlier.read_text() == "of a longer run"
 
 
 @pytest.mark.parametrize("number", [errno.EDQUOT, errno.EIO, errno.EROFS])
