@@ -30,7 +30,9 @@ def examine() -> list[Finding]:
         machine.find_cores(),
         machine.find_numa_nodes(),
         machine.find_torch(),
-        machine.find_package("vLLM", distribution="vllm", remedy="needed only to serve: pip install vllm"),
+        machine.find_package(
+            "vLLM", distribution="vllm", package="vllm", remedy="needed only to serve: pip install vllm"
+        ),
         machine.find_package("cache server", distribution="pyzmq", remedy="pip install 'lamella[server]'"),
         machine.find_package("plotting", distribution="matplotlib", remedy="pip install 'lamella[plot]'"),
     ]

@@ -155,12 +155,22 @@ def find_torch() -> Finding:
     return Finding("torch", State.YES, f"{torch.__version__} ({build})")
 
 
-def find_package(name: str, *, distribution: str, remedy: str) -> Finding:
-    """An installed distribution and its version, without importing it."""
-    try:
-        return Finding(name, State.YES, f"{distribution} {importlib.metadata.version(distribution)}")
-    except importlib.metadata.PackageNotFoundError:
-        return Finding(name, State.NO, f"{distribution} is not installed", remedy)
+def find_package(name: str, *, distribution: str, remedy: str, package: str | None = None) -> Finding:
+    """An installed distribution and its version, without importing it.
+
+    Args:
+        name: what the finding is called.
+        distribution: as it is installed by default.
+        remedy: how to get it.
+        package: what it is imported as, where distributions of other names hold it too, such as builds for a CPU.
+    """
+    builds = importlib.metadata.packages_distributions().get(package, []) if package else []
+    for installed in (distribution, *builds):
+        try:
+            return Finding(name, State.YES, f"{installed} {importlib.metadata.version(installed)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return Finding(name, State.NO, f"{distribution} is not installed", remedy)
 
 
 def find_pinned_memory_limit(soft_bytes: int | None = None) -> Finding:

