@@ -66,6 +66,31 @@ def test_loads_up_to_the_last_that_joins_begin_at_the_first_sight_of_a_step_once
     assert begun == [0, 1, 2]
 
 
+def test_loads_begin_when_stores_that_read_what_the_step_writes_have_ended(
+    rank: WorkerSide, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(rank.stores, "flush", lambda numbers, timeout_s: seen.append(numbers))
+    monkeypatch.setattr(rank.loads, "begin", lambda order, now_ns: seen.append(order.number))
+    orders = replace(ORDERS, flushes=(7,))
+    rank.see(orders)
+    rank.begin_step(orders)
+    assert seen[0] == (7,)
+    assert seen.count((7,)) == 1
+
+
+@pytest.mark.parametrize("how", ["whole", "slices"])
+def test_what_has_begun_for_a_step_that_never_came_does_not_outlive_its_rank(how: str) -> None:
+    """The runner may fail while it prepares the batch; the engine ends then."""
+    side = start(use_layerwise=True, before_batch=True, chunk_tokens=16, layers_per_slice=int(how == "slices"))
+    side.see(ORDERS)
+    load = side.loads.find(0)
+    assert load is not None
+    assert load.transfer is not None
+    side.close()
+    assert load.transfer.state.is_final
+
+
 @pytest.mark.parametrize("name", ["new_block_ids_to_zero", "kv_cache_block_copies"])
 def test_a_step_in_which_the_runner_zeroes_or_copies_blocks_is_known(name: str) -> None:
     assert runner_writes_blocks(SimpleNamespace(**{name: [7]}))
