@@ -134,6 +134,11 @@ def build_case(scope: Scope, max_bytes: int) -> TransferCase:
         needed = [1 + max((0, *scope.block_ids)) for _ in sizes]
     else:
         requests, needed = _two_requests(scope, sizes)
+        if scope.num_blocks is not None and scope.num_blocks < max(needed):
+            raise ValueError(
+                f"num_blocks must be at least {max(needed)} for two requests of up to {scope.num_tokens} tokens, got "
+                f"{scope.num_blocks}; leave it out, or name fewer tokens"
+            )
     blocks = [count + _SPARE_BLOCKS if scope.num_blocks is None else scope.num_blocks for count in needed]
     case = TransferCase(
         caches=caches_of(scope.layout, scope.layout_name, blocks),
@@ -158,6 +163,8 @@ def _check_memory(scope: Scope, needed_bytes: int, max_bytes: int) -> None:
     if needed_bytes > max_bytes:
         fitting = scope.num_tokens * max_bytes // needed_bytes
         fewer = f"about {fitting} tokens fit, or " if fitting else ""
+        if scope.num_blocks is not None:  # fewer tokens may need as much
+            fewer = f"leave num_blocks {scope.num_blocks} out, or "
         raise ValueError(
             f"verifying {scope.num_tokens} tokens of this geometry needs {-(-needed_bytes >> 20)} MiB, more than the "
             f"{max_bytes / (1 << 20):g} MiB allowed; {fewer}raise --memory"

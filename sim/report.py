@@ -26,6 +26,7 @@ SERVING: Final = (
     "± is the standard error over repeats with other seeds; it does not contain the model's own error",
 )
 
+ONE_RUN: Final = "one run by seed {}: another --seed gives other times, and lamella sweep says how much they differ"
 ONE_REPEAT: Final = "one repeat has no standard error, so ± is 0 and says nothing: --repeats 3 gives one"
 
 DECODING: Final = {
@@ -168,7 +169,7 @@ def simulate_document(
         "kind": "lamella.simulate",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
         "full_graphs": full_graphs_of(device),
-        "assumptions": [*profile_lines(device), arrivals, *way, SERVING[0]],
+        "assumptions": [*profile_lines(device), arrivals, *way, SERVING[0], ONE_RUN.format(seed)],
         "seed": seed,
         "requests_per_user": requests_per_user,
         "arrivals": arrivals,

@@ -270,7 +270,16 @@ def answer_lines(study: Study, slo: Slo) -> list[str]:
 def _what_to_do(found: Recommendation) -> str:
     against = f"mean TTFT {found.change}, whole answers {found.price} against {found.off}, the better of what is off"
     if not found.strategy.layerwise:
-        return f"Leave it off ({found.off}): the best layerwise setting, {found.best_layerwise}, gives {against}."
+        head = f"Leave it off ({found.off}): the best layerwise setting, {found.best_layerwise}, gives {against}."
+        if found.change.certain_gain:
+            return f"{head} Its answers end later by more than {WORST_TRADE:g} times what its first tokens gain."
+        if found.change.mean <= -WORTH_IT:
+            least = -found.change.mean - CERTAIN * found.change.error
+            return (
+                f"{head} The repeats do not show that gain: two standard errors less it is {least:.1%}, and "
+                f"{WORTH_IT:.0%} counts; more --repeats tell."
+            )
+        return head
     one = found.strategy
     condition = " only if first tokens matter more than whole answers" if found.price.mean >= WORTH_IT else ""
     setting = f"width {one.width}, order {one.order.name}, release {one.release}"

@@ -128,6 +128,11 @@ def test_a_difference_is_exit_code_1_with_a_minimal_counterexample(tmp_path: Pat
         ((*TINY, "--staging", "100"), "staging_bytes must be at least 2048"),
         ((*TINY, "--staging", "much"), "a size is a whole number with KiB, MiB, GiB, TiB, kB, MB, GB or TB, got"),
         ((*TINY, "--block-ids", "5,11", "--num-blocks", "11"), "block id 11 is outside the cache's 0 .. 10"),
+        ((*TINY, "--tokens", "40", "--num-blocks", "3"), "num_blocks must be at least 6 for two requests of up to 40"),
+        (
+            (*TINY, "--tokens", "1", "--num-blocks", "100000000"),
+            "leave num_blocks 100000000 out, or raise --memory",
+        ),
         ((*TINY, "--block-ids", "5,11", "--num-blocks", "0"), "num_blocks must be at least 1, got 0"),
         ((*TINY, "--block-ids", "5,11", "--tokens", "33"), "33 tokens need 3 blocks of 16, got 2 block ids"),
         ((*TINY, "--block-ids", "5,5"), "block 5 would be written twice by one retrieve"),

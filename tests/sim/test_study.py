@@ -55,9 +55,21 @@ def test_a_gain_that_repeats_do_not_bear_out_is_left_off() -> None:
     assert found.best_layerwise == FIRST
     assert found.change.mean == pytest.approx(-0.03)
     assert found.strategy == CHUNK_MAJOR
-    assert answer_lines(doubtful, Slo())[-1].startswith(
-        "Leave it off (chunk-major): the best layerwise setting, fifo/1"
+    said = answer_lines(doubtful, Slo())[-1]
+    assert said.startswith("Leave it off (chunk-major): the best layerwise setting, fifo/1")
+    assert said.endswith(
+        "The repeats do not show that gain: two standard errors less it is -11.0%, and 1% counts; more --repeats tell."
     )
+
+
+def test_a_setting_that_gains_nothing_is_left_off_without_a_word_of_repeats() -> None:
+    assert "repeats" not in answer_lines(made_up({2: {FIRST: (1.01, 1.02)}}), Slo())[-1]
+
+
+def test_a_gain_that_costs_answers_ten_times_as_much_is_left_off_and_says_so() -> None:
+    said = answer_lines(made_up({2: {FIRST: (0.9, 0.9)}}, latency=1.2), Slo())[-1]
+    assert said.startswith("Leave it off (chunk-major): ")
+    assert said.endswith("Its answers end later by more than 10 times what its first tokens gain.")
 
 
 def test_what_is_off_is_the_better_of_both() -> None:
