@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
 import os
 import pkgutil
 import sys
@@ -64,8 +65,15 @@ def build_app() -> typer.Typer:
     return app
 
 
+def _print_anything() -> None:
+    """A character that stdout's encoding lacks, such as ± in a locale without UTF-8, is printed as a question mark."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
+
+
 def main() -> None:
     """Entry point of the ``lamella`` command; what cannot be written is one sentence and exit code 1."""
+    _print_anything()
     try:
         try:
             build_app()()

@@ -1,6 +1,7 @@
 """The `lamella` command as a process: what no verb sees, such as where its output goes."""
 
 import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,24 @@ def test_whatever_keeps_a_result_from_being_written_is_one_sentence(number: int)
     )
     done = subprocess.run([sys.executable, "-c", failing], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (1, "Error: cannot write: no\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    "verb", [SWEEP, ["simulate", "--concurrency", "1", "--requests", "2"]], ids=["sweep", "simulate"]
+)
+def test_a_terminal_without_unicode_costs_no_result(encoding: str, verb: list[str], tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*COMMAND, *verb],
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        capture_output=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.decode(encoding, "replace")  # what is not of a table may be UTF-8 all the same
+    assert said.splitlines()[-1].startswith(("Turn it on", "Leave it off"))
+    assert (tmp_path / "lamella-out" / f"{verb[0]}.json").exists()
 
 
 def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
