@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import re
@@ -97,6 +98,8 @@ def register(app: typer.Typer) -> None:
                 numa_node=numa_node,
             )
             _check_memory(settings.pool_bytes, memory)
+            for url in settings.tiers:
+                _check_tier(url, settings.folder)
             if numa_node is not None and numa_node not in (nodes := online_nodes()):
                 raise ValueError(
                     f"--numa-node must be one of this machine's memory nodes {', '.join(map(str, nodes))}; "
@@ -139,6 +142,28 @@ def register(app: typer.Typer) -> None:
             if address is not None:
                 pages.close()
         _log.info("stopped")
+        if server.lost_folder:
+            raise typer.Exit(1)
+
+
+def _check_tier(url: str, folder: Path) -> None:
+    """A folder among the tiers can be written, before an engine stands before one that cannot.
+
+    Raises:
+        ValueError: it is the server's own.
+        OSError: it cannot be made or written.
+    """
+    from lamella.connector.storage.tier_url import TierUrl
+
+    where = TierUrl.parse(url)
+    if where.scheme != "file":
+        return
+    path = Path(where.url)
+    if path.resolve() == folder.resolve():
+        raise ValueError(f"--tier {url} is the server's own folder, where its socket lies: name another")
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
 def _check_memory(pool_bytes: int, said: str) -> None:

@@ -163,8 +163,11 @@ def is_alive(folder: Path, name: str) -> bool:
 
 
 def reclaim_marks(folder: Path) -> int:
-    """Marks of processes that are gone are removed; how many."""
-    names = [name for name in os.listdir(folder) if _ALIVE.fullmatch(name)]
+    """Marks of processes that are gone are removed; how many. None are in a folder that is gone itself."""
+    try:
+        names = [name for name in os.listdir(folder) if _ALIVE.fullmatch(name)]
+    except FileNotFoundError:
+        return 0
     return sum(not is_alive(folder, name) for name in names)
 
 

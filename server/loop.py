@@ -59,8 +59,11 @@ class CacheServer:
         self._opened = contextlib.ExitStack()
         self._stop_after_ns: int | None = None
         self._idle_since_ns: int | None = None
+        self.lost_folder = False
+        """Whether it stopped because its folder was removed, in which alone it can be found."""
         with contextlib.ExitStack() as opened:
             make_folder(settings.folder)
+            self._folder = settings.folder.stat()
             opened.callback(ServerLock(settings.folder).close)
             reclaim_marks(settings.folder)
             self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -73,7 +76,7 @@ class CacheServer:
             opened.callback(self._local.close)
             _admit_own_user(self._local)
             self._local.bind(ipc_endpoint(settings.folder))
-            opened.callback((settings.folder / SOCKET).unlink, missing_ok=True)
+            opened.callback(self._remove_socket)
             self._sockets = {self._local: Peer(is_local=True)}
             if tcp is not None:
                 remote = _socket(context)
@@ -110,7 +113,7 @@ class CacheServer:
     # ---- the loop's thread
 
     def run(self) -> None:
-        """Serves until stopped and drained, then closes everything."""
+        """Serves until stopped, or its folder is gone, and drained; then closes everything."""
         try:
             poller = zmq.Poller()
             for socket in self._sockets:
@@ -120,6 +123,7 @@ class CacheServer:
             while not self._may_return():
                 now = time.monotonic()
                 if now >= next_tick:
+                    self._look_for_folder()  # before anything that the marks in it say of clients
                     self.service.tick()
                     next_tick = now + _TICK_S
                     if now >= next_sweep:
@@ -136,6 +140,27 @@ class CacheServer:
     def close(self) -> None:
         """Sockets, memory and the folder are let go of. A second call does nothing."""
         self._opened.close()
+
+    def _has_folder(self) -> bool:
+        try:
+            return os.path.samestat(self._folder, self.settings.folder.stat())
+        except FileNotFoundError:
+            return False
+
+    def _remove_socket(self) -> None:
+        if self._has_folder():  # in another of that name it is another server's
+            (self.settings.folder / SOCKET).unlink(missing_ok=True)
+
+    def _look_for_folder(self) -> None:
+        if not self.lost_folder and not self._has_folder():
+            self.lost_folder = True
+            _log.error(
+                "the folder %s was removed, so that no engine finds this server: it stops; start it again, in a folder "
+                "that nothing cleans",
+                self.settings.folder,
+            )
+            if self._stop_after_ns is None:
+                self._begin_stop()
 
     def _begin_stop(self) -> None:
         if self._stop_after_ns is None:

@@ -66,6 +66,8 @@ class ServerSettings:
                 raise ValueError(f"{name} must be positive and finite, got {getattr(self, name)}")
         if self.silent_s <= 2 * self.ping_s:
             raise ValueError(f"silent_s ({self.silent_s}) must be more than two pings of ping_s ({self.ping_s})")
+        if len(set(self.tiers)) < len(self.tiers):
+            raise ValueError(f"a tier stands behind another, and none behind itself; got {', '.join(self.tiers)}")
         for url in self.tiers:
             TierUrl.parse(url)
         if not self.tiers and (self.tier_max_bytes is not None or self.tier_ttl_s is not None):

@@ -18,6 +18,8 @@ from lamella.cli.main import build_app
         (["--memory", "900000GiB"], "/dev/shm has"),
         (["--models", "0"], "for '--models'"),
         (["--tier", "ftp://host/x"], "a tier's URL begins with one of"),
+        (["--tier", "/dev/null/x"], "/dev/null/x: Not a directory"),
+        (["--tier", "/tmp", "--tier", "/tmp"], "a tier stands behind another, and none behind itself; got /tmp, /tmp"),
         (["--memory", "64"], "--memory must be at least 64 KiB, with a unit such as 64GiB; got '64'"),
         (["--memory", "900000TiB"], "/dev/shm has"),
         (["--tier-ttl", "7d"], "--tier-size and --tier-ttl limit --tier, which is not given"),
@@ -58,3 +60,11 @@ def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(build_app(), ["serve", "--folder", str(tmp_path / "open"), "--memory", "1MiB"])
     assert result.exit_code == 2
     assert "mode 0700" in result.output
+
+
+def test_its_own_folder_is_no_tier(tmp_path: Path) -> None:
+    folder = tmp_path / "serve"
+    options = ["--folder", str(folder), "--memory", "1MiB", "--tier", f"{tmp_path}/./serve"]
+    result = CliRunner().invoke(build_app(), ["serve", *options])
+    assert result.exit_code == 2, result.output
+    assert "is the server's own folder" in " ".join(result.output.split())
