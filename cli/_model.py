@@ -111,7 +111,7 @@ def write_results(folder: Path, documents: Mapping[str, Any], pictures: Mapping[
 
 def wide_console() -> Console:
     """Where tables go: stdout, not narrower than they are when it is a file or a pipe."""
-    return Console(width=max(160, Console().width))
+    return Console(width=max(200, Console().width))
 
 
 def milliseconds(nanoseconds: float) -> str:

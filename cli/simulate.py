@@ -58,7 +58,7 @@ FILES: Final = ("simulate.json", "simulate.html", "simulate.trace.json", "simula
 QUESTION_TOKENS: Final = 64
 HEADS: Final = (
     *("strategy", "TTFT", "p50", "p90", "p99", "first layer", "TPOT", "answer", "stall", "victim", "req/s"),
-    *("goodput", "GPU", "link"),
+    *("goodput/s", "in time", "GPU", "link"),
 )
 
 
@@ -228,6 +228,7 @@ def _row(one: Outcome, *, marked: bool) -> list[str]:
         *map(milliseconds, (one.caused_stall_ns, one.victim_stall_ns)),
         f"{one.requests_per_s:.1f}",
         f"{one.goodput_per_s:.1f}",
+        f"{one.slo_met:.0%}",
         f"{one.gpu_busy:.0%}",
         f"{one.link_busy:.0%}",
     ]

@@ -102,6 +102,19 @@ def test_leave_it_off_is_an_answer(tmp_path: Path) -> None:
     assert run("simulate", *arguments).splitlines()[-1].startswith("Leave it off: fifo/1/first gives mean TTFT")
 
 
+def test_a_simulation_says_how_much_comes_in_time(tmp_path: Path) -> None:
+    """Goodput alone does not: a stream's last answers come after its last request, so that it is less than the rate."""
+    printed = run("simulate", "--rate", "8", "--requests", "4", "--slo-ttft", "300ms", "--out", str(tmp_path))
+    (heads,) = [line for line in printed.splitlines() if "goodput/s" in line]
+    assert heads.split()[-6:] == ["req/s", "goodput/s", "in", "time", "GPU", "link"]
+    document = json.loads((tmp_path / "simulate.json").read_text())
+    shares = {outcome["strategy"]: outcome["slo_met"] for outcome in document["outcomes"]}
+    assert shares["chunk-major"] > shares["recompute"]
+    for strategy, share in shares.items():
+        (row,) = [line for line in printed.splitlines() if line.lstrip(" →").startswith(f"{strategy} ")]
+        assert row.split()[-3] == f"{share:.0%}"
+
+
 def test_an_slo_gives_goodput(tmp_path: Path) -> None:
     slo = ("--slo-ttft", "90ms", "--slo-tpot", "1s", "--out", str(tmp_path))
     printed = run("sweep", *QUICK["sweep"], *slo)
