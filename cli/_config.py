@@ -90,7 +90,8 @@ def _checked(key: str, kind: Any, value: object) -> object:
         if not isinstance(value, list):
             raise ValueError(f"{key} must be a list, got {value!r}")
         return [_checked(key, arguments[0], entry) for entry in value]
-    wanted = {int: (int,), float: (int, float), bool: (bool,)}.get(kind, (str,))
+    kinds = {int: ((int,), "a whole number"), float: ((int, float), "a number"), bool: ((bool,), "true or false")}
+    wanted, words = kinds.get(kind, ((str,), "text in quotes"))
     if type(value) not in wanted:
-        raise ValueError(f"{key} must be {wanted[-1].__name__}, got {value!r}")
+        raise ValueError(f"{key} must be {words}, got {value!r}")
     return value
