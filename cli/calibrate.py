@@ -69,7 +69,9 @@ def register(app: typer.Typer) -> None:
                 f"{run >> 10} KiB {rate / 1e9:.1f}"
                 for run, rate in zip(curve.run_bytes, curve.bytes_per_s, strict=True)
             )
+            least, most = curve.slowdown
             typer.echo(
-                f"{curve.method.value}: GB/s by run {table}; {curve.entry_ns} ns a run; slowdown {curve.slowdown}"
+                f"{curve.method.value}: GB/s by run {table}; {curve.entry_ns} ns a run; computing beside it takes "
+                f"{least:.0%} to {most:.0%} longer"
             )
         typer.echo(f"written to {output}; use it with --profile {output}")

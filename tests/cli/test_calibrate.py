@@ -44,6 +44,10 @@ def test_the_profile_measured_on_the_cpu_serves_the_chooser_the_engine_and_the_s
     assert result.exit_code == 0, result.output
     profile, base = load_profile(str(path)), load_profile()
     assert profile.name == "here"
+    for method in CopyMethod:
+        least, most = profile.curve(method).slowdown
+        (line,) = [line for line in result.stdout.splitlines() if line.startswith(f"{method.value}: GB/s by run ")]
+        assert line.endswith(f" ns a run; computing beside it takes {least:.0%} to {most:.0%} longer")
     assert profile.device != base.device
     assert (profile.model, profile.prefill, profile.decode, profile.engine) == (
         base.model, base.prefill, base.decode, base.engine,
