@@ -35,7 +35,7 @@ class Arm:
         obeys_waits: false only in the control that reads early on purpose.
         counted_requests: of a repeat, beside the first ones that do not count; 0: all that the cell has.
         graphs: which steps replay captured graphs: `piecewise`, those the engine captures by its defaults; `prefill`,
-            piecewise ones of prefills too; `full`, whole decoding steps.
+            piecewise ones of prefills too; `full`, whole decoding steps; `both`.
         begins_in_thread: a thread in Python begins the loads, not the model runner's.
         beside: a second process multiplies on the same device all the while.
     """
@@ -110,6 +110,8 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("auto_before_batch_full_graphs", {**_AUTO, **_BEFORE_BATCH}, graphs="full"),
         Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
         Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
+        Arm("chunk_both_graphs", _CHUNK, graphs="both"),
+        Arm("auto_both_graphs", {**_AUTO, **_BEFORE}, graphs="both"),
         Arm("recompute_full_graphs", None, repeats=1, counted_requests=2, graphs="full"),
         Arm("peer_offloading", {}),
         Arm("peer_simple", {}),
@@ -159,6 +161,9 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("whole decoding steps replay captured graphs, chunk-major", "chunk_bounded", "chunk_full_graphs"),
     ("whole decoding steps replay captured graphs", "fifo_first", "fifo_full_graphs"),
     ("whole decoding steps replay captured graphs, chosen", "auto", "auto_full_graphs"),
+    ("prefills replay captured graphs too, chunk-major", "chunk_full_graphs", "chunk_both_graphs"),
+    ("prefills replay captured graphs too, chosen", "auto_full_graphs", "auto_both_graphs"),
+    ("both replay captured graphs: chosen instead of chunk-major", "chunk_both_graphs", "auto_both_graphs"),
     (
         "a load that joins its step begins before the batch is prepared",
         "sync_full_graphs",

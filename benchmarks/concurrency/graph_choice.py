@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-KINDS: Final = ("piecewise", "prefill", "full")
+KINDS: Final = ("piecewise", "prefill", "full", "both")
+FULL: Final = ("full", "both")
+"""Those by which whole decoding steps are replayed."""
 _MOST_PADDING: Final = 16
 
 
@@ -39,21 +41,17 @@ class GraphChoice:
             raise ValueError(f"graphs must be one of {', '.join(KINDS)}, got {kind!r}")
         if self._manager is None or not self._captured:
             return
-        allowed = {
-            key: [one for one in found if self._allows(kind, one, key[0])] for key, found in self._captured.items()
-        }
-        if kind != KINDS[0] and allowed == self._allowed_by_default():
-            raise ValueError(f"this engine captured no {kind} graphs: use a group that has them")
-        self._manager._candidates = allowed
+        for part in ("prefill", "full") if kind == "both" else (kind,):
+            if part != KINDS[0] and self._replayable(part) == self._replayable(KINDS[0]):
+                raise ValueError(f"this engine captured no {part} graphs: use a group that has them")
+        self._manager._candidates = self._replayable(kind)
 
-    def _allowed_by_default(self) -> dict[Any, list[Any]]:
-        return {
-            key: [one for one in found if self._allows(KINDS[0], one, key[0])] for key, found in self._captured.items()
-        }
+    def _replayable(self, kind: str) -> dict[Any, list[Any]]:
+        return {key: [one for one in found if self._allows(kind, one, key[0])] for key, found in self._captured.items()}
 
     def _allows(self, kind: str, descriptor: Any, num_tokens: int) -> bool:
         if descriptor.cg_mode.name == "FULL":
-            return kind == "full"
+            return kind in FULL
         if descriptor.num_tokens <= self._usual:
             return True
-        return kind == "prefill" and descriptor.num_tokens - num_tokens <= _MOST_PADDING
+        return kind in ("prefill", "both") and descriptor.num_tokens - num_tokens <= _MOST_PADDING

@@ -71,6 +71,7 @@ _FULL_FOUR: Final = (CHUNK_MAJOR_FULL[0], *_FULL_FEW[2:])
 _FULL_LEAST: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "auto_full_graphs")
 _FULL_ALONE: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "sync_full_graphs", "auto_full_graphs")
 _BEFORE_BATCH: Final = ("auto_full_graphs", "auto_before_batch_full_graphs")
+_BOTH_GRAPHS: Final = ("chunk_full_graphs", "auto_full_graphs", "chunk_both_graphs", "auto_both_graphs")
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
 _ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
@@ -357,6 +358,19 @@ GROUPS: Final[dict[str, Group]] = {
         documents=12,
         document_tokens=18_432,
         full_graphs=True,
+    ),
+    "two_gpus_prefill_graphs": Group(
+        tuple(
+            _named(
+                _closed(concurrency, 15_360, 768, arms=_BOTH_GRAPHS, requests=requests, repeats=6),
+                "two_gpus_prefill_graphs",
+            )
+            for concurrency, requests in ((4, 12), (1, 5))
+        ),
+        documents=12,
+        document_tokens=18_432,
+        full_graphs=True,
+        prefill_graphs=_PREFILL_GRAPHS,
     ),
     "peer_offloading": _peer("peer_offloading", "OffloadingConnector"),
     "peer_simple": _peer("peer_simple", "SimpleCPUOffloadConnector"),

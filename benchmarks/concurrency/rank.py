@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
-from concurrency.graph_choice import GraphChoice
+from concurrency.graph_choice import FULL, GraphChoice
 from concurrency.host_cores import HostCores, cores_near
 from concurrency.kept_pool import KeptPool, keep_pool
 from concurrency.probe import RankProbe
@@ -65,7 +65,7 @@ class RankSettings:
         config.kv_transfer_config = copy.copy(config.kv_transfer_config)
         config.kv_transfer_config.kv_connector_extra_config = dict(self.extra)
         mode = config.compilation_config.cudagraph_mode
-        if self.graphs != "full" and mode is not None and mode.has_full_cudagraphs():  # captured, and not replayed
+        if self.graphs not in FULL and mode is not None and mode.has_full_cudagraphs():  # captured, and not replayed
             config.compilation_config = copy.copy(config.compilation_config)
             config.compilation_config.cudagraph_mode = type(mode).PIECEWISE
         return config

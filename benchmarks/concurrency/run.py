@@ -15,6 +15,7 @@ from typing import Any
 from concurrency.arms import Arm, chunk_major_of
 from concurrency.cells import Cell, Group
 from concurrency.closed_loop import Served, serve, while_others_decode
+from concurrency.graph_choice import FULL
 from concurrency.groups import GROUPS
 from concurrency.recording import SCHEMA_VERSION
 from concurrency.rules import not_shown_yet, ttft_ms
@@ -289,7 +290,7 @@ class Run:
         self.engine.fill(cell)
         taken: dict[str, list[list[int]]] = {}
         cell = dataclasses.replace(cell, requests=min(8, cell.requests), output=min(8, cell.output), rate_per_s=None)
-        full = [name for name in cell.arms if name in self.arms and self.arms[name].graphs == "full"]
+        full = [name for name in cell.arms if name in self.arms and self.arms[name].graphs in FULL]
         for name, concurrency in [("recompute", 1), *((name, cell.concurrency) for name in (*VERIFY_ARMS, *full))]:
             label = "recompute_alone" if (name, concurrency) == ("recompute", 1) else name
             if (cell.name, label) in self.verified or name not in self.arms:

@@ -270,8 +270,8 @@ def test_cells_of_several_groups_share_a_name_only_where_no_arm_is_in_both() -> 
 def test_arms_that_need_graphs_are_in_groups_that_capture_them() -> None:
     for name, group in GROUPS.items():
         kinds = {ARMS[arm].graphs for cell in group.cells for arm in cell.arms}
-        assert "full" not in kinds or group.full_graphs, name
-        assert "prefill" not in kinds or group.prefill_graphs, name
+        assert not {"full", "both"} & kinds or group.full_graphs, name
+        assert not {"prefill", "both"} & kinds or group.prefill_graphs, name
 
 
 def test_what_one_thing_changes_is_measured_in_one_cell() -> None:

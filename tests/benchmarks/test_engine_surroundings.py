@@ -369,8 +369,19 @@ def test_an_arm_replays_only_the_graphs_it_says() -> None:
     assert replayed(made, 200) == [], "a step is not padded from 200 to 768 tokens"
     graphs.choose("full")
     assert (replayed(made, 3), replayed(made, 770)) == (["FULL 4", "PIECEWISE 4"], [])
+    graphs.choose("both")
+    assert (replayed(made, 3), replayed(made, 770)) == (["FULL 4", "PIECEWISE 4"], ["PIECEWISE 776"])
     graphs.choose("piecewise")
     assert (replayed(made, 3), replayed(made, 770)) == (["PIECEWISE 4"], [])
+
+
+@pytest.mark.parametrize(("full", "prefills", "kind"), [(True, (), "prefill"), (False, (768,), "full")])
+def test_both_kinds_of_graphs_are_refused_where_one_was_not_captured(
+    full: bool, prefills: tuple[int, ...], kind: str
+) -> None:
+    graphs, _made = choice(full, prefills)
+    with pytest.raises(ValueError, match=f"captured no {kind} graphs"):
+        graphs.choose("both")
 
 
 @pytest.mark.parametrize("kind", ["prefill", "full"])
@@ -378,7 +389,7 @@ def test_graphs_that_were_not_captured_are_refused(kind: str) -> None:
     graphs, _made = choice(full=False, prefills=())
     with pytest.raises(ValueError, match=f"captured no {kind} graphs"):
         graphs.choose(kind)
-    with pytest.raises(ValueError, match="must be one of piecewise, prefill, full, got 'half'"):
+    with pytest.raises(ValueError, match="must be one of piecewise, prefill, full, both, got 'half'"):
         graphs.choose("half")
 
 
