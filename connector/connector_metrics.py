@@ -29,6 +29,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "blocks_evicted": "Blocks taken out of the engine's prefix cache",
     "stores_dropped": "Stores given up: their blocks had failed, or the copy did",
     "stores_without_room": "Stores left out because every slot was in use or what comes before is gone",
+    "tier_puts_failed": "Stores that the file tier did not keep, as on a full disk: the host pool alone has them",
     "auto_chunk_major": "Requests for which auto chose to load whole objects and to wait for all of them",
     "auto_early": "Requests for which auto chose to load slice by slice and to start early",
     "auto_sync": "Requests for which auto chose to join the next step and to wait there, layer by layer",

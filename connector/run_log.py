@@ -22,15 +22,22 @@ class RunLog:
     """Lines of one process.
 
     Args:
-        path: of the file; what is there is overwritten.
+        path: of the file, which is not there yet: of another run's logs some would stay, and be read as this one's.
 
     Raises:
+        ValueError: it is there.
         OSError: it cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("w", encoding="utf-8")
+        try:
+            self._file = path.open("x", encoding="utf-8")
+        except FileExistsError as there:
+            raise ValueError(
+                f"{path} is of a run that was recorded before: name another folder by {RECORD_VARIABLE}, or move that "
+                "one away"
+            ) from there
 
     def write(self, event: str, **values: Any) -> None:
         """A line with the present instant."""

@@ -8,6 +8,7 @@ are free again when the copy has ended (`StepReport.stores`), slots when a tier 
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -75,6 +76,8 @@ class WorkerStores:
         self._tier = tier
         self._metrics = metrics
         self._threads = ThreadPoolExecutor(io_threads, thread_name_prefix="lamella-tier")
+        self._lock = threading.Lock()  # of the tier's threads
+        self._refused = self._uncounted = 0
         self._of_step: list[_Store] = []
         self._open: dict[int, _Store] = {}
         self._puts: dict[int, Future[bool]] = {}
@@ -151,6 +154,11 @@ class WorkerStores:
         puts = {number: Ended(1, put.result()) for number, put in self._puts.items() if put.done()}
         for number in puts:
             del self._puts[number]
+        if puts:
+            with self._lock:  # counts are this thread's alone
+                failed, self._uncounted = self._uncounted, 0
+            if failed:
+                self._metrics.count("tier_puts_failed", failed)
         fetches = {
             number: tuple(Ended(1, ok) for ok in fetch.result())
             for number, fetch in self._fetches.items()
@@ -167,9 +175,25 @@ class WorkerStores:
             try:
                 self._tier.put(rank_key(key, self._space), self._memory.buffer(slot))
             except (TierError, OSError) as error:
-                _log.warning("the file tier did not keep an object: %s", error)
+                self._not_kept(error)
                 return False
+        self._kept()
         return True
+
+    def _not_kept(self, error: Exception) -> None:
+        """Said once until the tier keeps something again: a full disk refuses each object of all that follow."""
+        with self._lock:
+            self._uncounted += 1
+            self._refused += 1
+            is_first = self._refused == 1
+        if is_first:
+            _log.warning("the file tier does not keep what is stored (said once until it does again): %s", error)
+
+    def _kept(self) -> None:
+        with self._lock:
+            refused, self._refused = self._refused, 0
+        if refused:
+            _log.warning("the file tier keeps what is stored again, after %d stores that it did not", refused)
 
     def _fetch(self, fetch: FetchOrder) -> tuple[bool, ...]:
         return tuple(self._fetch_one(slot, index, fetch) for index, slot in enumerate(fetch.slots))

@@ -141,6 +141,15 @@ def test_a_log_is_written_at_once(tmp_path: Path) -> None:
     log.close()
 
 
+def test_a_run_that_was_recorded_before_is_kept(tmp_path: Path) -> None:
+    """A run of one rank in a folder of two would be read with the other's second rank."""
+    write(tmp_path, logs())
+    before = (tmp_path / "worker-0.jsonl").read_bytes()
+    with pytest.raises(ValueError, match="worker-0.jsonl is of a run that was recorded before: name another folder by"):
+        RunLog(tmp_path / "worker-0.jsonl")
+    assert (tmp_path / "worker-0.jsonl").read_bytes() == before
+
+
 def test_the_folder_is_named_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("LAMELLA_RECORD", raising=False)
     with pytest.raises(ValueError, match="the folder that LAMELLA_RECORD names; set it"):
