@@ -22,7 +22,7 @@ from lamella.connector.loads import Kind, OpenLoad, Work, WorkBook, ended_by_its
 from lamella.connector.objects import Objects, PoolObjects
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
-from lamella.connector.step_forecast import StepForecast
+from lamella.connector.step_forecast import StepForecast, read_profile
 from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StepWeights
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_settings import ConnectorSettings
@@ -61,6 +61,10 @@ class SchedulerSide:
         self._forecast = self._auto.forecast if self._auto is not None else None
         if self._forecast is None and settings.needs_forecast:
             self._forecast = StepForecast(settings, facts)
+        if (
+            self._forecast is None
+        ):  # a name that is wrong stops an engine that does not need it yet, as any setting does
+            read_profile(settings.profile)
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
         self._pool: Any = None  # the engine's block pool

@@ -16,6 +16,7 @@ from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.release_look import may_run
 from lamella.connector.step_forecast import StepForecast
 from lamella.connector.step_orders import Ended, LoadPlan, Observed, StepOrders, StepReport
+from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.transfer import CopyMethod, Progress, SliceTimes, TransferState
 from lamella.reference.geometry import ObjectForm
@@ -185,3 +186,10 @@ def test_loads_in_one_slice_behind_a_device_that_always_computes_put_the_link_ri
         forecast.observed(seen)
     within = [(took_ns + more_ns) / policy.wire_ns(tokens) for more_ns in (-5 * MS, 15 * MS)]
     assert forecast.correction.wire == pytest.approx(sorted((1.0, *within))[1], rel=0.2)
+
+
+@pytest.mark.parametrize("settings", [{"layers_per_slice": 1}, {}, {"layers_per_slice": 1, "release": "jit"}])
+def test_a_profile_that_is_none_stops_an_engine_whether_it_is_needed_or_not(settings: dict[str, object]) -> None:
+    named = ConnectorSettings.from_mapping({**settings, "profile": "h100"})
+    with pytest.raises(ValueError, match=r"profile 'h100' cannot be used: .*h200-llama-3\.1-8b"):
+        SchedulerSide(named, FACTS)
