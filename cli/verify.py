@@ -208,6 +208,8 @@ def _headline(model: str | None, case: TransferCase, layout: str) -> str:
 
 
 def _size(num_bytes: int) -> str:
+    if num_bytes < 1024:
+        return f"{num_bytes} B"  # a handful are not 0.0 KiB
     return f"{num_bytes / (1 << 20):,.0f} MiB" if num_bytes >= 10 << 20 else f"{num_bytes / 1024:,.1f} KiB"
 
 

@@ -1,6 +1,7 @@
 """`lamella verify`: what held, in a table; what does not, as a counterexample and 1; bad input, a sentence and 2."""
 
 import json
+import re
 import os
 import subprocess
 import sys
@@ -69,6 +70,12 @@ def test_nothing_to_move_is_not_called_a_success() -> None:
     printed = run(*TINY, "--block-ids", "5,11", "--skip-tokens", "32")
     assert "Every law holds" not in printed
     assert printed.strip().endswith("No byte was to be moved, and none was: every token is skipped or in a null block.")
+
+
+def test_a_few_bytes_that_were_moved_are_not_called_none() -> None:
+    smallest = ("--layers", "1", "--heads", "1", "--head-dim", "1", "--element-bytes", "1", "--block-tokens", "1")
+    printed = run(*smallest, "--tokens", "1", "--width", "1")
+    assert re.search(r"Every law holds: \d+ B moved", printed), printed
 
 
 def test_a_users_own_block_table_is_checked_as_it_is() -> None:
