@@ -1,8 +1,8 @@
 """`lamella verify`: what held, in a table; what does not, as a counterexample and 1; bad input, a sentence and 2."""
 
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
