@@ -238,7 +238,8 @@ class WorkerSide:
 
     def begin_step(self, orders: StepOrders) -> None:
         """The step's loads begin and its stores are known."""
-        self.see(orders)
+        if self._seen is not orders:  # nearly always it is: what a quiet step costs is counted in calls
+            self.see(orders)
         self._orders = orders
         if orders.stores or orders.fetches:
             self.stores.begin_step(orders.stores, orders.fetches)
