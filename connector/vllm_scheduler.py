@@ -61,10 +61,7 @@ class SchedulerSide:
         self._forecast = self._auto.forecast if self._auto is not None else None
         if self._forecast is None and settings.needs_forecast:
             self._forecast = StepForecast(settings, facts)
-        if (
-            self._forecast is None
-        ):  # a name that is wrong stops an engine that does not need it yet, as any setting does
-            read_profile(settings.profile)
+        read_profile(settings.profile)  # a wrong one stops an engine that does not need it, as any setting does
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
         self._pool: Any = None  # the engine's block pool
