@@ -196,6 +196,15 @@ def parse_slo(ttft: str | None, tpot: str | None) -> Slo:
     return Slo(None if ttft is None else parse_time_ns(ttft), None if tpot is None else parse_time_ns(tpot))
 
 
+def within_slo(slo: Slo, goodput_per_s: float, share: float) -> tuple[str, str]:
+    """Both as a table shows them; dashes without an SLO, by which whatever takes long is in time.
+
+    >>> within_slo(Slo(ttft_ns=10**9), 4.85, 0.5), within_slo(Slo(), 4.85, 1.0)
+    (('4.8', '50%'), ('-', '-'))
+    """
+    return ("-", "-") if slo == Slo() else (f"{goodput_per_s:.1f}", f"{share:.0%}")
+
+
 def open_derived_device(
     profile: str,
     model: str | None,

@@ -24,6 +24,7 @@ from lamella.cli._regime import (
     SloTtftOption,
     open_derived_device,
     parse_slo,
+    within_slo,
 )
 from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
 from lamella.reference.chrome_trace import to_chrome_trace
@@ -132,7 +133,7 @@ HEADS = (
 )
 
 
-def _print(result: ReplayResult, device: Device, head: str, said: list[str]) -> None:
+def _print(result: ReplayResult, device: Device, slo: Slo, head: str, said: list[str]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -141,7 +142,7 @@ def _print(result: ReplayResult, device: Device, head: str, said: list[str]) -> 
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in HEADS:
         table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
-    for row in _rows(result):
+    for row in _rows(result, slo):
         table.add_row(*row)
     console.print(table)
     console.print()
@@ -160,7 +161,7 @@ def _head(routing: Routing, name: str, *, chosen: bool) -> str:
     )
 
 
-def _rows(result: ReplayResult) -> list[list[str]]:
+def _rows(result: ReplayResult, slo: Slo) -> list[list[str]]:
     baseline = result.arms[ARMS.index(CHUNK_MAJOR)]
     rows = []
     for arm in result.arms:
@@ -173,22 +174,21 @@ def _rows(result: ReplayResult) -> list[list[str]]:
                 _ms(arm.ttft_of_hits.p50_ns),
                 _ms(arm.tpot.mean_ns),
                 _ms(arm.tpot.p99_ns),
-                f"{arm.goodput_per_s:.1f}",
-                f"{arm.slo_met:.0%}",
+                *within_slo(slo, arm.goodput_per_s, arm.slo_met),
                 *(f"{100 * share:.1f}" for share in (arm.gpu_busy_share, arm.stall_share, arm.link_busy_share)),
             ]
         )
     return rows
 
 
-def _page(computed: ReplayCells, head: str, found: dict[str, Any]) -> str:
+def _page(computed: ReplayCells, slo: Slo, head: str, found: dict[str, Any]) -> str:
     from lamella.sim.html_report import HtmlPicture, HtmlTable, render_html
     from lamella.sim.pictures import draw_distributions
 
     return render_html(
         "Does layerwise transfer pay on this trace?",
         [computed.result.verdict, head],
-        [HtmlTable("Each arm", HEADS, _rows(computed.result))],
+        [HtmlTable("Each arm", HEADS, _rows(computed.result, slo))],
         [
             HtmlPicture(
                 "Time to first token",
@@ -300,7 +300,7 @@ def register(app: typer.Typer) -> None:
         if json_path is not None:
             write_text(json_path, json.dumps(found, indent=1) + "\n")
         if html is not None:
-            write_text(html, _page(computed, head, found))
+            write_text(html, _page(computed, slo, head, found))
         if table is not None:
             with whole_file(table) as place:
                 write_requests(place, computed.rows)
@@ -311,7 +311,7 @@ def register(app: typer.Typer) -> None:
             title = f"{device.profile.name}, {name}, instance {trace_instance}"
             recording = record_world(world, title, trace_arm or best, layers)
             write_text(trace_out, json.dumps(to_chrome_trace(recording)) + "\n")
-        _print(result, device, head, said)
+        _print(result, device, slo, head, said)
         typer.echo(f"\n{result.verdict}")
         elapsed, busy = time.perf_counter() - began, _busy_s() - began_busy
         speed = routing.span_ns / 1e9 / busy

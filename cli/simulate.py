@@ -45,13 +45,14 @@ from lamella.cli._regime import (
     parse_hardware,
     parse_regime,
     parse_slo,
+    within_slo,
 )
 from lamella.reference.ordering import ORDERS
 from lamella.sim.bounds import MOST_REQUESTS, check_range, check_seed
 
 if TYPE_CHECKING:
     from lamella.sim.arrivals import Arrivals
-    from lamella.sim.serving import Outcome
+    from lamella.sim.serving import Outcome, Slo
 
 
 FILES: Final = ("simulate.json", "simulate.html", "simulate.trace.json", "simulate.png")
@@ -173,7 +174,7 @@ def simulate(
 
     described = describe_regime(device, regime, hardware, who)
     typer.echo(described)
-    lines = [_row(one, marked=one is asked_for) for one in outcomes]
+    lines = [_row(one, slo, marked=one is asked_for) for one in outcomes]
     _print(lines)
     for assumption in document["assumptions"]:
         typer.echo(f"Assumed: {assumption}.")
@@ -220,15 +221,14 @@ def _arrivals(rate: float | None, turns: int | None, think: str | None, question
     return ClosedLoop(think_ns or 0)
 
 
-def _row(one: Outcome, *, marked: bool) -> list[str]:
+def _row(one: Outcome, slo: Slo, *, marked: bool) -> list[str]:
     return [
         ("→ " if marked else "  ") + str(one.strategy),
         *map(milliseconds, (one.mean_ttft_ns, one.p50_ttft_ns, one.p90_ttft_ns, one.p99_ttft_ns)),
         *map(milliseconds, (one.first_layer_ns, one.mean_tpot_ns, one.mean_end_ns)),
         *map(milliseconds, (one.caused_stall_ns, one.victim_stall_ns)),
         f"{one.requests_per_s:.1f}",
-        f"{one.goodput_per_s:.1f}",
-        f"{one.slo_met:.0%}",
+        *within_slo(slo, one.goodput_per_s, one.slo_met),
         f"{one.gpu_busy:.0%}",
         f"{one.link_busy:.0%}",
     ]

@@ -43,6 +43,7 @@ from lamella.cli._regime import (
     open_derived_device,
     parse_regime,
     parse_slo,
+    within_slo,
 )
 from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
 from lamella.sim.bounds import MOST_USERS, check_range, check_seed
@@ -50,6 +51,7 @@ from lamella.sim.parallel import Running
 from lamella.sim.regimes import Cell, RegimeMap
 
 if TYPE_CHECKING:
+    from lamella.sim.serving import Slo
     from lamella.sim.strategies import Device, Regime, Strategy
     from lamella.sim.study import Study
 
@@ -156,7 +158,7 @@ def sweep(
         f"{mapped - begun:.1f} s; {checked} of them again as discrete events: equal to the nanosecond."
     )
     typer.echo(f"Over the whole map: {regime_map.verdict()}")
-    _print_point(study)
+    _print_point(study, slo)
     for assumption in (*profile_lines(device), *BURST, *study_lines(study)):
         typer.echo(f"Assumed: {assumption}.")
     lines = answer_lines(study, slo)
@@ -164,7 +166,7 @@ def sweep(
         "sweep.png": lambda path: draw_map(regime_map, path, point),
         "sweep-point.png": lambda path: draw_study(study, path),
     }
-    write_results(out, {"sweep.json": document, "sweep.html": _html(regime_map, study, document)}, pictures)
+    write_results(out, {"sweep.json": document, "sweep.html": _html(regime_map, study, slo, document)}, pictures)
     for line in lines:
         typer.echo(line)
 
@@ -216,7 +218,7 @@ def _print_map(regime_map: RegimeMap) -> None:
 POINT_HEADS: Final = ("strategy", "TTFT", "p50", "p90", "p99", "change", "answer", "TPOT", "goodput/s", "in time")
 
 
-def _point_rows(study: Study) -> list[list[str]]:
+def _point_rows(study: Study, slo: Slo) -> list[list[str]]:
     """What each strategy does at the user's own concurrency."""
     here = study.regime.concurrency
     rows = []
@@ -231,14 +233,13 @@ def _point_rows(study: Study) -> list[list[str]]:
                 str(study.change(here, one)),
                 milliseconds(study.mean(here, one, "mean_end_ns")),
                 milliseconds(study.mean(here, one, "mean_tpot_ns")),
-                f"{study.mean(here, one, 'goodput_per_s'):.1f}",
-                f"{study.mean(here, one, 'slo_met'):.0%}",
+                *within_slo(slo, study.mean(here, one, "goodput_per_s"), study.mean(here, one, "slo_met")),
             ]
         )
     return rows
 
 
-def _print_point(study: Study) -> None:
+def _print_point(study: Study, slo: Slo) -> None:
     from rich.box import SIMPLE
     from rich.table import Table
 
@@ -247,12 +248,12 @@ def _print_point(study: Study) -> None:
     table.add_column(POINT_HEADS[0], no_wrap=True)
     for head in POINT_HEADS[1:]:
         table.add_column(head, justify="right", no_wrap=True)
-    for row in _point_rows(study):
+    for row in _point_rows(study, slo):
         table.add_row(*row)
     wide_console().print(table)
 
 
-def _html(regime_map: RegimeMap, study: Study, document: dict[str, object]) -> str:
+def _html(regime_map: RegimeMap, study: Study, slo: Slo, document: dict[str, object]) -> str:
     from lamella.sim.html_report import HtmlPicture, HtmlTable, render_html
     from lamella.sim.pictures import draw_map, draw_study
 
@@ -264,7 +265,7 @@ def _html(regime_map: RegimeMap, study: Study, document: dict[str, object]) -> s
         "Should layerwise transfer be turned on?",
         list(reversed(answer)),
         [
-            HtmlTable("At your point, in ms", POINT_HEADS, _point_rows(study)),
+            HtmlTable("At your point, in ms", POINT_HEADS, _point_rows(study, slo)),
             HtmlTable("Change of mean TTFT by users", ["strategy", *map(str, study.concurrencies)], changes),
         ],
         [

@@ -131,6 +131,13 @@ def test_in_processes_or_resumed_it_writes_the_same_bytes(trace: Path, tmp_path:
     assert "the journal of another sweep" in other.stderr.replace("\n", " ")
 
 
+def test_without_an_slo_no_arm_is_called_in_time(trace: Path) -> None:
+    (row,) = [line for line in run(str(trace)).stdout.splitlines() if line.startswith("auto ")]
+    assert row.split()[-5:-3] == ["-", "-"]
+    (row,) = [line for line in run(str(trace), "--slo-ttft", "1s").stdout.splitlines() if line.startswith("auto ")]
+    assert row.split()[-4].endswith("%")
+
+
 def test_goodput_counts_the_answers_within_the_slo(trace: Path, tmp_path: Path) -> None:
     out, table = tmp_path / "out.json", tmp_path / "all.csv"
     assert run(str(trace), "--slo-ttft", "60ms", "--json", str(out), "--table", str(table)).exit_code == 0

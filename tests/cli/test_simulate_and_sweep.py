@@ -115,6 +115,14 @@ def test_a_simulation_says_how_much_comes_in_time(tmp_path: Path) -> None:
         assert row.split()[-3] == f"{share:.0%}"
 
 
+@pytest.mark.parametrize("verb", ["simulate", "sweep"])
+def test_without_an_slo_nothing_is_called_in_time(verb: str, tmp_path: Path) -> None:
+    """Every answer would be: recomputing behind a queue of seconds was 100% in time."""
+    printed = run(verb, *QUICK[verb], "--out", str(tmp_path))
+    (row,) = [line for line in printed.splitlines() if line.lstrip().startswith("recompute ")]
+    assert row.split().count("-") == 2
+
+
 def test_an_slo_gives_goodput(tmp_path: Path) -> None:
     slo = ("--slo-ttft", "90ms", "--slo-tpot", "1s", "--out", str(tmp_path))
     printed = run("sweep", *QUICK["sweep"], *slo)
