@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import result_file
 from result_file import write_json, write_text
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -43,7 +42,7 @@ def test_whoever_is_stopped_leaves_the_file_as_it_was(
         written = Path.write_text
         monkeypatch.setattr(Path, "write_text", lambda self, text, **how: (written(self, text[:9], **how), stopped()))
     else:
-        monkeypatch.setattr(result_file.os, "replace", stopped)
+        monkeypatch.setattr(os, "replace", stopped)
     with pytest.raises((KeyboardInterrupt, TypeError)):
         write_json(path, document)
     monkeypatch.undo()
