@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from lamella.connector.storage.tier import TierError
+from lamella.connector.storage.tier import TierError, check_patience
 
 _AHEAD_BYTES: Final = 1 << 20
 """Answers that are under way at once on one connection, two at least; half of them are asked for together.
@@ -48,10 +48,7 @@ class RedisServer:
                 f"a Redis URL is redis://host:port/db or rediss://..., got scheme {parts.scheme!r} and host "
                 f"{parts.hostname!r}"
             )
-        if not 0 < timeout_s < float("inf"):
-            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        if retries < 0:
-            raise ValueError(f"retries must not be negative, got {retries}")
+        check_patience(timeout_s, retries)
         try:
             import redis
         except ImportError as missing:

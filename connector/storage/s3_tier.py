@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 
 from lamella.connector.storage.header_cache import HeaderCache
 from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, take
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges
+from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_patience, check_ranges
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -202,10 +202,7 @@ class S3Bucket:
             raise ValueError(f"an S3 URL is s3://bucket/prefix, got {url!r}")
         if endpoint is not None and not (endpoint.startswith(("http://", "https://")) and urlsplit(endpoint).hostname):
             raise ValueError(f"an S3 endpoint is http://host:port or https://host:port, got {endpoint!r}")
-        if not 0 < timeout_s < float("inf"):
-            raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-        if retries < 0:
-            raise ValueError(f"retries must not be negative, got {retries}")
+        check_patience(timeout_s, retries)
         try:
             from obstore.store import S3Store
         except ImportError as missing:

@@ -122,6 +122,18 @@ def check_ranges(ranges: Sequence[ByteRange], into: Sequence[memoryview], object
             raise ValueError(f"the buffer of {wanted} holds {buffer.nbytes} bytes")
 
 
+def check_patience(timeout_s: float, retries: int) -> None:
+    """How long a server is waited for, and how often it is asked again, can be meant.
+
+    Raises:
+        ValueError: they cannot.
+    """
+    if not 0 < timeout_s < float("inf"):
+        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
+    if retries < 0:
+        raise ValueError(f"retries must not be negative, got {retries}")
+
+
 def get_alone(tier: Tier, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
     """As `Tier.get_ranges`, of a tier that reads several objects as it reads one."""
     error = tier.get_leading([key], ranges, [into]).error
