@@ -25,6 +25,7 @@ from lamella.connector.step_orders import Ended, LoadOrder, StepOrders
 from lamella.connector.turns import Turns
 from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext.transfer import Arriving, TransferState
+from lamella.reference.ordering import ahead_of_batch
 from lamella.reference.release import ReleasePolicy
 
 _log = logging.getLogger(__name__)
@@ -97,8 +98,7 @@ class WorkerLoads:
 
     def begin_joining(self, orders: StepOrders) -> None:
         """Loads up to the last whose request joins the step begin ahead of `begin_step`: the link keeps their order."""
-        last = max((index for index, order in enumerate(orders.loads) if order.joins_step), default=-1)
-        for order in orders.loads[: last + 1]:
+        for order in orders.loads[: ahead_of_batch([order.joins_step for order in orders.loads])]:
             self.begin(order, time.monotonic_ns())
 
     def begin_step(self, orders: StepOrders) -> None:

@@ -10,6 +10,7 @@ Contracts, whatever the policy: ORD-1, ORD-2, ORD-3 of `lamella.reference`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
 
@@ -34,6 +35,18 @@ class Submission:
     slice_bytes: tuple[int, ...]
     deadline_ns: int | None = None
     round: int = 0
+
+
+def ahead_of_batch(joins: Sequence[bool]) -> int:
+    """How many loads of one step begin before its batch is prepared: up to the last that joins, so none is overtaken.
+
+    Args:
+        joins: of each, in the order in which they were asked for: whether its request joins the step.
+
+    >>> ahead_of_batch([False, True, False]), ahead_of_batch([False])
+    (2, 0)
+    """
+    return max((place for place, one in enumerate(joins, 1) if one), default=0)
 
 
 class OrderPolicy(Protocol):

@@ -24,6 +24,7 @@ from functools import partial
 from random import Random
 from typing import Any, Final
 
+from lamella.reference.ordering import ahead_of_batch
 from lamella.reference.timeline import Chunk
 from lamella.sim.clock import Phase
 from lamella.sim.engine import Engine
@@ -145,9 +146,9 @@ class AheadEngine(Engine):
 
     def _begun_ahead(self) -> list[Job]:
         """Loads that join the step which is made, and those that were ordered before them: the link keeps its order."""
-        last = max((index for index, job in enumerate(self._starting) if job.due), default=-1)
+        count = ahead_of_batch([job.due for job in self._starting])
         late = self._settings.submit_at is SubmitAt.AFTER_FORWARD
-        return [job for job in self._starting[: last + 1] if job.due or not late]
+        return [job for job in self._starting[:count] if job.due or not late]
 
     def _start(self, job: Job) -> None:
         job.submitted_ns = job.ready_ns = self._clock.now_ns
@@ -326,7 +327,7 @@ class AheadEngine(Engine):
         made, now = self._pass, self._clock.now_ns
         assert made is not None, "only a pass that began can end"
         self._pass = None
-        now, self._starting = self._start_loads(self._starting, self._clock.now_ns), []  # where they follow the forward
+        now, self._starting = self._start_loads(self._starting, now), []  # where they follow the forward
         for job in self._seen(made):
             job.due = job.released = True
             job.ready_ns = now

@@ -3,43 +3,31 @@
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ahead_oracle import tell
-from lamella.reference.ordering import Fifo
 from lamella.reference.release import First, Whole
 from lamella.reference.timeline import NOTHING_TO_LOAD
 from lamella.sim.ahead import AheadEngine, Pass
 from lamella.sim.loads import Loads
 from lamella.sim.overheads import Overheads
 from lamella.sim.requests import Job, Request
-from lamella.sim.settings import EngineSettings, StepsWait, SubmitAt
-from lamella.sim.world import World
-from rich_world import LAYERS, Ahead, LinearCompute, broken_law, load_of, random_ahead, random_overheads
+from lamella.sim.settings import StepsWait, SubmitAt
+from rich_world import (
+    BUDGET,
+    LAYERS,
+    Ahead,
+    broken_law,
+    load_of,
+    random_ahead,
+    random_overheads,
+    run_ahead,
+)
 
 WORLDS = 800
-BUDGET = 10_000
-
-
-def run(ahead: Ahead, *coming: tuple[int, Request], release: Any = None, **settings: Any) -> World:
-    world = World(
-        LinearCompute(),
-        Fifo(),
-        release or Whole(),
-        EngineSettings(**{"token_budget": BUDGET, "submit_at": SubmitAt.POLL, **settings}),
-        keep_steps=True,
-        keep_slices=True,
-        make_engine=ahead.make_engine(),
-    )
-    for instant, request in coming:
-        world.arrive_at(instant, request)
-    world.run()
-    world.records.sort(key=lambda record: record.sequence)
-    return world
 
 
 # ---------------------------------------------------------------- by hand
@@ -48,18 +36,18 @@ def run(ahead: Ahead, *coming: tuple[int, Request], release: Any = None, **setti
 def test_a_token_is_seen_when_its_step_has_ended_and_the_next_is_launched() -> None:
     """Prefill: launched 5 .. 25, computed 10 .. 90. Decode: launched 30 .. 130, after that."""
     overheads = Overheads(pass_ns=5, launch_ns=100, prefill_launch_ns=20, captured_tokens=1, report_ns=0)
-    (record,) = run(Ahead(overheads), (0, Request(0, 2, output_tokens=2))).records
+    (record,) = run_ahead(Ahead(overheads), (0, Request(0, 2, output_tokens=2))).records
     assert record.started_ns == 5 + 5  # its first layer was launched a quarter of the launch later
     assert record.first_token_ns == 5 + 20 + 5 + 100
     quick = replace(overheads, launch_ns=8)
-    (record,) = run(Ahead(quick), (0, Request(0, 2, output_tokens=2))).records
+    (record,) = run_ahead(Ahead(quick), (0, Request(0, 2, output_tokens=2))).records
     assert record.first_token_ns == 10 + 2 * 40, "now the device is the later one"
 
 
 def test_a_load_joins_the_next_pass_but_one() -> None:
     """Passes with nothing to compute come every 10 ns; landed at 100, it is seen at 100, known at 110, joins at 120."""
     overheads = Overheads(idle_ns=10)
-    (record,) = run(Ahead(overheads), (0, Request(8, 1, load=load_of(95, 4)))).records
+    (record,) = run_ahead(Ahead(overheads), (0, Request(8, 1, load=load_of(95, 4)))).records
     assert (record.all_landed_ns, record.ready_ns, record.released_ns) == (92, 100, 120)
 
 
@@ -68,7 +56,7 @@ def test_while_a_released_load_lands_the_steps_that_read_it_stand_at_its_layers(
     decoding = Request(0, 1, output_tokens=60)
     stood = {}
     for way in StepsWait:
-        world = run(
+        world = run_ahead(
             Ahead(Overheads(launch_ns=4), steps_wait=way),
             (0, decoding),
             (30, Request(8, 1, load=load_of(4000))),
@@ -91,7 +79,7 @@ def test_a_full_graph_waits_in_front_of_its_first_layer() -> None:
     for full in (False, True):
         ahead = Ahead(overheads, steps_wait=StepsWait.EVERY, full_graphs=full)
         coming = (0, Request(0, 1, output_tokens=60)), (30, Request(8, 1, load=load_of(4000)))
-        world = run(ahead, *coming, release=First())
+        world = run_ahead(ahead, *coming, release=First())
         began.append(next(step.layer_stall_ns for step in world.steps if any(step.layer_stall_ns) and not step.chunks))
     piecewise, whole = began
     assert sum(map(bool, piecewise)) > 1
@@ -100,7 +88,7 @@ def test_a_full_graph_waits_in_front_of_its_first_layer() -> None:
 
 def test_a_load_inside_its_step_needs_no_look() -> None:
     early, inside = (
-        run(
+        run_ahead(
             Ahead(Overheads(idle_ns=500), joins_at_once=at_once), (0, Request(8, 1, load=load_of(400))), release=First()
         )
         for at_once in (False, True)
@@ -109,58 +97,17 @@ def test_a_load_inside_its_step_needs_no_look() -> None:
     assert inside.stall_ns > 0
 
 
-def test_a_load_ordered_before_the_batch_lands_sooner_by_what_preparing_takes_and_its_step_waits_for_it() -> None:
-    """The step begins as late as ever; one that parks its request begins its load with the pass, before and after."""
-    preparing = Overheads(idle_ns=10, pass_ns=100, join_ns=150, order_ns=5)
-    begun: dict[tuple[bool, bool], list[int]] = {}
-    for joins in (True, False):
-        for before in (False, True):
-            ahead = Ahead(preparing, joins_at_once=joins, before_batch=before)
-            world = run(ahead, (0, Request(8, 1, load=load_of(4000))), release=First())
-            (record,) = world.records
-            begun[joins, before] = [record.submitted_ns, record.started_ns, record.first_token_ns]
-    hooked, told = begun[True, False], begun[True, True]
-    assert [late - early for late, early in zip(hooked, told, strict=True)] == [245, 0, 245]
-    assert begun[False, False] == begun[False, True]
-
-
-@pytest.mark.parametrize("joining", [(0,), (1,), (2,), (0, 2), (1, 2), ()], ids=str)
-def test_loads_of_one_pass_keep_their_order_on_the_link_whichever_of_them_begin_before_the_batch(
-    joining: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`auto` has chosen each of them by a link that serves them in the order in which they asked."""
-    submit = AheadEngine._submit
-
-    def some_join(engine: AheadEngine, job: Job) -> None:
-        submit(engine, job)
-        if job.sequence in joining:
-            engine._join(job)
-
-    monkeypatch.setattr(AheadEngine, "_submit", some_join)
-    preparing = Overheads(idle_ns=10, pass_ns=100, join_ns=150, order_ns=5, submit_ns=1)
-    begun = {}
-    for before in (False, True):
-        asking = [(0, Request(8, 1, load=load_of(4000)))] * 3
-        world = run(Ahead(preparing, before_batch=before), *asking, release=First())
-        begun[before] = [record.submitted_ns for record in world.records]
-        assert begun[before] == sorted(begun[before]), before
-    sooner = [late - early for late, early in zip(begun[False], begun[True], strict=True)]
-    last = max(joining, default=-1)
-    assert all(gained > 100 for gained in sooner[: last + 1])
-    assert all(gained <= 0 for gained in sooner[last + 1 :])
-
-
 @pytest.mark.parametrize(("behind", "later"), [(0, 0), (60, 60), (None, 4000 - 300)])
 def test_a_joining_prompts_copy_waits_for_a_turn_or_for_a_loads_end(behind: int | None, later: int) -> None:
     load, other = Request(8, 1, load=load_of(4000)), Request(0, 1)
-    _, joined = run(Ahead(Overheads(idle_ns=10), behind), (0, load), (300, other)).records
+    _, joined = run_ahead(Ahead(Overheads(idle_ns=10), behind), (0, load), (300, other)).records
     assert joined.started_ns == 300 + later
 
 
 def test_layers_beside_a_load_take_longer() -> None:
     other = Request(0, 1)
     for permille, took in ((1000, 40), (1500, 60)):
-        world = run(
+        world = run_ahead(
             Ahead(Overheads(idle_ns=10, beside_permille=permille)), (0, Request(8, 1, load=load_of(4000))), (300, other)
         )
         (step,) = [step for step in world.steps if step.chunks and step.chunks[0].request == 1]
@@ -171,7 +118,7 @@ def test_loads_that_follow_a_forward_begin_behind_its_launch() -> None:
     overheads = Overheads(launch_ns=80, submit_ns=3)
     busy, load = Request(0, 1, output_tokens=30), Request(8, 1, load=load_of(400))
     for submit_at, begins in ((SubmitAt.POLL, 3), (SubmitAt.AFTER_FORWARD, 83)):
-        world = run(Ahead(overheads), (0, busy), (60, load), submit_at=submit_at)
+        world = run_ahead(Ahead(overheads), (0, busy), (60, load), submit_at=submit_at)
         looks = [step.polled_ns for step in world.steps if step.polled_ns >= 60]
         assert world.records[1].submitted_ns == looks[0] + begins
 
@@ -181,7 +128,7 @@ def test_a_load_begins_when_the_device_has_computed_what_was_launched_before_it(
     overheads = Overheads(prefill_launch_ns=20, captured_tokens=1, idle_ns=10)
     for new, comes, asks, begins in ((10, 15, 20, 405), (1, 75, 75, 75)):
         load = Request(8, 1, load=load_of(400))
-        world = run(Ahead(overheads), (0, Request(0, new)), (comes, load))
+        world = run_ahead(Ahead(overheads), (0, Request(0, new)), (comes, load))
         assert world.records[1].submitted_ns == asks
         assert min(row.begin_ns for row in world.slices) == begins
         assert [row.end_ns - row.begin_ns for row in world.slices] == [100] * LAYERS
@@ -190,19 +137,20 @@ def test_a_load_begins_when_the_device_has_computed_what_was_launched_before_it(
 def test_times_scatter_by_seed_around_the_same_mean() -> None:
     overheads = Overheads(launch_ns=1000, scatter_permille=100, drift_permille=50)
     ends = [
-        run(Ahead(overheads, seed=seed), (0, Request(0, 1, output_tokens=50))).records[0].end_ns for seed in range(40)
+        run_ahead(Ahead(overheads, seed=seed), (0, Request(0, 1, output_tokens=50))).records[0].end_ns
+        for seed in range(40)
     ]
-    still = run(Ahead(overheads), (0, Request(0, 1, output_tokens=50))).records[0].end_ns
+    still = run_ahead(Ahead(overheads), (0, Request(0, 1, output_tokens=50))).records[0].end_ns
     assert len(set(ends)) > 35
     assert sum(ends) / 40 == pytest.approx(still, rel=0.02)
-    again = run(Ahead(overheads, seed=7), (0, Request(0, 1, output_tokens=50))).records[0].end_ns
+    again = run_ahead(Ahead(overheads, seed=7), (0, Request(0, 1, output_tokens=50))).records[0].end_ns
     assert again == ends[7]
 
 
 @pytest.mark.parametrize("settings", [{"kv_blocks": 9}, {"load_timeout_ns": 9}])
 def test_what_it_does_not_model_is_refused(settings: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=f"modelled without {next(iter(settings))}; leave it out"):
-        run(Ahead(Overheads()), **settings)
+        run_ahead(Ahead(Overheads()), **settings)
 
 
 # ---------------------------------------------------------------- against a loop without events
@@ -225,7 +173,9 @@ def differs(seed: int) -> str | None:
     every, full = rng.random() < 0.5, rng.random() < 0.3
     told = tell(coming, overheads, whole=whole, budget=BUDGET, every=every, full=full)
     way = StepsWait.EVERY if every else StepsWait.BATCH
-    world = run(Ahead(overheads, steps_wait=way, full_graphs=full), *coming, release=Whole() if whole else First())
+    world = run_ahead(
+        Ahead(overheads, steps_wait=way, full_graphs=full), *coming, release=Whole() if whole else First()
+    )
     for record, expected in zip(world.records, told, strict=True):
         submitted = record.submitted_ns if record.load_bytes else -1
         landed = expected.landed_ns[-1] if record.load_bytes else record.all_landed_ns
@@ -407,5 +357,5 @@ def test_a_wrong_engine_is_told_apart(
 
 def test_joining_that_is_free_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle asks the same object, so an example says it."""
-    world = run(Ahead(Overheads(join_ns=50, join_ns_per_1000_tokens=2000)), (0, Request(496, 4)))
+    world = run_ahead(Ahead(Overheads(join_ns=50, join_ns_per_1000_tokens=2000)), (0, Request(496, 4)))
     assert world.records[0].started_ns == 50 + 1000

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 
-from lamella.reference.ordering import ORDERS, OrderPolicy
+from lamella.reference.ordering import ORDERS, Fifo, OrderPolicy
 from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import NOTHING_TO_LOAD, Load
@@ -104,6 +104,29 @@ class Rich:
                 world.clock.at(instant, Phase.HAPPEN, way.forecast_ns)
         world.run()
         return world
+
+
+BUDGET = 10_000
+
+
+def run_ahead(
+    ahead: Ahead, *coming: tuple[int, Request], release: ReleasePolicy | None = None, **settings: int | SubmitAt | None
+) -> World:
+    """What becomes of requests that come at these instants; records in the order in which they came."""
+    world = World(
+        LinearCompute(),
+        Fifo(),
+        release or Whole(),
+        EngineSettings(**{"token_budget": BUDGET, "submit_at": SubmitAt.POLL, **settings}),
+        keep_steps=True,
+        keep_slices=True,
+        make_engine=ahead.make_engine(),
+    )
+    for instant, request in coming:
+        world.arrive_at(instant, request)
+    world.run()
+    world.records.sort(key=lambda record: record.sequence)
+    return world
 
 
 def load_of(total_ns: int, width: int = 1) -> Load:
