@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
-from concurrency.arms import DIFFERENCES
 from concurrency.figures import CellFigures
 from concurrency.groups import GROUPS
-from concurrency.rules import Change, change_of
+from concurrency.rules import Change
+from concurrency.tables import changes_of, differences
 
 NAMES: Final = frozenset(cell.name for group in ("finding", "beside", "beside_mps") for cell in GROUPS[group].cells)
 """The cells that are there for this; their arms stand in no other table or picture of gains."""
@@ -21,7 +21,7 @@ def beyond(change: Change) -> str:
     """What is known of a change: shown by the rule, beyond twice its own error though not shown, or neither."""
     if change.shown:
         return "shown"
-    return "beyond two errors" if abs(change.value) > 2 * change.error else "-"
+    return "beyond two errors" if change.beyond_two_errors else "-"
 
 
 def causes_table(cells: Mapping[str, CellFigures]) -> str:
@@ -32,17 +32,13 @@ def causes_table(cells: Mapping[str, CellFigures]) -> str:
         "| what | from → to | C | TTFT, ms | TTFT | | throughput |",
         "|---|---|---|---|---|---|---|",
     ]
-    for what, without, with_it in DIFFERENCES:
-        for name in sorted(NAMES & cells.keys(), key=lambda one: (-int(cells[one].cell["concurrency"]), one)):
-            cell = cells[name]
-            if not {without, with_it} <= cell.arms.keys():
-                continue
-            before, after = cell.arms[without], cell.arms[with_it]
-            change = change_of(after.ttft, before.ttft, cell.drift)
-            served = change_of(after.requests_per_s, before.requests_per_s, cell.drift)
-            text.append(
-                f"| {what} | {without} → {with_it} | {cell.cell['concurrency']} | {before.ttft.value:.1f} → "
-                f"{after.ttft.value:.1f} | {change.value:+.1%} ± {change.error:.1%} | {beyond(change)} | "
-                f"{served.value:+.1%} ± {served.error:.1%} |"
-            )
+    here = sorted(NAMES & cells.keys(), key=lambda one: (-int(cells[one].cell["concurrency"]), one))
+    for what, without, with_it, cell in differences({name: cells[name] for name in here}):
+        before, after = cell.arms[without], cell.arms[with_it]
+        change, _e2e, _tpot, served = changes_of(cell, without, with_it)
+        text.append(
+            f"| {what} | {without} → {with_it} | {cell.cell['concurrency']} | {before.ttft.value:.1f} → "
+            f"{after.ttft.value:.1f} | {change.value:+.1%} ± {change.error:.1%} | {beyond(change)} | "
+            f"{served.value:+.1%} ± {served.error:.1%} |"
+        )
     return "\n".join(text) + "\n"

@@ -136,7 +136,7 @@ def _causes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
         for place, arm in enumerate(arms):
             ttft = cell.arms[arm].ttft
             change = change_of(ttft, base, cell.drift)
-            sure = arm != cell.baseline and abs(change.value) > 2 * change.error
+            sure = arm != cell.baseline and change.beyond_two_errors
             axes.barh(
                 place,
                 ttft.value,

@@ -63,6 +63,11 @@ class Change(NamedTuple):
     shown: bool
     why_not: str
 
+    @property
+    def beyond_two_errors(self) -> bool:
+        """Whether it is larger than twice its own standard error, shown or not."""
+        return abs(self.value) > 2 * self.error
+
 
 def change_of(mine: Mean, base: Mean, drift: float) -> Change:
     """The relative change, its standard error, and whether it counts: small errors, little drift, beyond two errors."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from concurrency.arms import DIFFERENCES
@@ -30,7 +30,7 @@ def cells_table(cells: Mapping[str, CellFigures], predicted: Mapping[tuple[str, 
             base = baseline_of(cell, arm)
             if base is None:
                 continue
-            ttft, e2e, tpot, throughput = _changes(cell, base, arm)
+            ttft, e2e, tpot, throughput = changes_of(cell, base, arm)
             changes = [ttft, e2e, throughput, tpot]
             shares = "-"
             if cell.ceiling is not None and cell.cell["concurrency"] == 1:
@@ -62,7 +62,7 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
             if base is None or arm.startswith(NO_OVERLAP):
                 continue
             before, after = cell.arms[base], cell.arms[arm]
-            changes = _changes(cell, base, arm)
+            changes = changes_of(cell, base, arm)
             text.append(
                 f"| {facts['concurrency']} | {_workload(facts)} | {arm} | {before.ttft.value:.1f} → "
                 f"{after.ttft.value:.1f} | {changes[0].value:+.1%} ± {changes[0].error:.1%}"
@@ -73,7 +73,7 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
     return "\n".join(text) + "\n"
 
 
-def _changes(cell: CellFigures, before: str, after: str) -> list[Change]:
+def changes_of(cell: CellFigures, before: str, after: str) -> list[Change]:
     """From one arm to another: time to first token, whole answers, time per token, throughput."""
     return [
         change_of(getattr(cell.arms[after], figure), getattr(cell.arms[before], figure), cell.drift)
@@ -90,6 +90,14 @@ def _workload(facts: Mapping[str, Any]) -> str:
     return f"{shape} → {facts['output']}{beside}{misses}{tier}{arriving(facts)}{again}"
 
 
+def differences(cells: Mapping[str, CellFigures]) -> Iterator[tuple[str, str, str, CellFigures]]:
+    """(the thing, the arm without it, the arm with it, the cell), wherever a cell has both."""
+    for what, without, with_it in DIFFERENCES:
+        for cell in cells.values():
+            if {without, with_it} <= cell.arms.keys():
+                yield what, without, with_it, cell
+
+
 def differences_table(cells: Mapping[str, CellFigures]) -> str:
     """What one thing changes, wherever a cell has the arm with it and the one without."""
     text = [
@@ -98,13 +106,10 @@ def differences_table(cells: Mapping[str, CellFigures]) -> str:
         "| what | from | to | cell | TTFT | e2e | TPOT | throughput |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for what, without, with_it in DIFFERENCES:
-        for name, cell in cells.items():
-            if not {without, with_it} <= set(cell.arms):
-                continue
-            changes = _changes(cell, without, with_it)
-            shown = " | ".join(f"{one.value:+.1%} ± {one.error:.1%}{'*' if one.shown else ''}" for one in changes)
-            text.append(f"| {what} | {without} | {with_it} | {name} | {shown} |")
+    for what, without, with_it, cell in differences(cells):
+        changes = changes_of(cell, without, with_it)
+        shown = " | ".join(f"{one.value:+.1%} ± {one.error:.1%}{'*' if one.shown else ''}" for one in changes)
+        text.append(f"| {what} | {without} | {with_it} | {cell.cell['name']} | {shown} |")
     return "\n".join(text) + "\n"
 
 

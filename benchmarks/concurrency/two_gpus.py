@@ -120,7 +120,7 @@ def limits_table(runs: Mapping[str, Sequence[Row]]) -> str:
     """
     having = {}
     for name, rows in runs.items():
-        found = [row for row in rows if row["kind"] == "repeat" and row["cell"]["name"] == LIMITS_OF]
+        found = _repeats(rows)
         if found and all("probe_us" in row for row in found):
             having[name] = found
     text = [
@@ -153,9 +153,8 @@ def launches_table(runs: Mapping[str, Sequence[Row]]) -> str:
     ]
     for name, rows in runs.items():
         arms: dict[str, list[Row]] = {}
-        for row in rows:
-            if row["kind"] == "repeat" and row["cell"]["name"] == LIMITS_OF:
-                arms.setdefault(row["arm"], []).append(row)
+        for row in _repeats(rows):
+            arms.setdefault(row["arm"], []).append(row)
         counting = kept(arms)
         steps = sorted(
             (step[1] / 1e3, step[5] / 1e3)
@@ -173,6 +172,10 @@ def launches_table(runs: Mapping[str, Sequence[Row]]) -> str:
         told = f"{cores[0]:.2f} to {cores[-1]:.2f}" if cores else "-"
         text.append(f"| {name} | {told} | {' | '.join(medians)} |")
     return "\n".join(text) + "\n"
+
+
+def _repeats(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["kind"] == "repeat" and row["cell"]["name"] == LIMITS_OF]
 
 
 def _gain_within(rows: Sequence[Row], limit: float) -> str:
