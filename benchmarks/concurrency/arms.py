@@ -9,14 +9,25 @@ from typing import Any, Final
 BASELINE: Final = "chunk_bounded"
 """The arm that runs twice a round; the figures are taken against the better of the chunk-major arms."""
 
-CHUNK_MAJOR: Final = ("chunk_bounded", "chunk_deep")
 CHUNK_MAJOR_FULL: Final = ("chunk_full_graphs", "chunk_deep_full_graphs")
-"""The same where decoding steps replay full graphs, as they do by the engine's and the connector's defaults."""
+CHUNK_MAJOR_BOTH: Final = ("chunk_both_graphs", "chunk_deep_both_graphs")
+CHUNK_MAJOR: Final[Mapping[str, tuple[str, ...]]] = {
+    "piecewise": (BASELINE, "chunk_deep"),
+    "prefill": ("chunk_prefill_graphs",),
+    "full": CHUNK_MAJOR_FULL,
+    "both": CHUNK_MAJOR_BOTH,
+}
+"""The chunk-major forms, bounded and deep, by the graphs that they replay, see `Arm`."""
 
 
-def chunk_major_of(arms: Collection[str]) -> tuple[str, str]:
-    """The chunk-major forms, bounded and deep, that a cell with such arms is judged by."""
-    return CHUNK_MAJOR if BASELINE in arms or CHUNK_MAJOR_FULL[0] not in arms else CHUNK_MAJOR_FULL
+def chunk_major_of(arms: Collection[str]) -> tuple[str, ...]:
+    """The chunk-major forms, bounded and deep, of the first kind of graphs that a cell with such arms has."""
+    return next((forms for forms in CHUNK_MAJOR.values() if forms[0] in arms), CHUNK_MAJOR["piecewise"])
+
+
+def graphs_of(arm: str) -> str:
+    """Which graphs the arm replays; arms of a recording that are not known here replay the usual ones."""
+    return ARMS[arm].graphs if arm in ARMS else "piecewise"
 
 
 DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "window_mib": 16}
@@ -111,6 +122,9 @@ ARMS: Final[dict[str, Arm]] = {
         Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
         Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
         Arm("chunk_both_graphs", _CHUNK, graphs="both"),
+        Arm("chunk_deep_both_graphs", {**_CHUNK, **DEEP}, graphs="both"),
+        Arm("fifo_both_graphs", _layerwise(**_BEFORE), graphs="both"),
+        Arm("sync_both_graphs", {"use_layerwise": True, **_BEFORE}, graphs="both"),
         Arm("auto_both_graphs", {**_AUTO, **_BEFORE}, graphs="both"),
         Arm("recompute_full_graphs", None, repeats=1, counted_requests=2, graphs="full"),
         Arm("peer_offloading", {}),
@@ -162,6 +176,7 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("whole decoding steps replay captured graphs", "fifo_first", "fifo_full_graphs"),
     ("whole decoding steps replay captured graphs, chosen", "auto", "auto_full_graphs"),
     ("prefills replay captured graphs too, chunk-major", "chunk_full_graphs", "chunk_both_graphs"),
+    ("prefills replay captured graphs too", "fifo_full_graphs", "fifo_both_graphs"),
     ("prefills replay captured graphs too, chosen", "auto_full_graphs", "auto_both_graphs"),
     ("both replay captured graphs: chosen instead of chunk-major", "chunk_both_graphs", "auto_both_graphs"),
     (

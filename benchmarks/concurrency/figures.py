@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
-from concurrency.arms import chunk_major_of
+from concurrency.arms import CHUNK_MAJOR, chunk_major_of, graphs_of
 from concurrency.link import Link, floor_of, link_of, raw_bytes_per_us
 from concurrency.recording import RecordingError
 from concurrency.rules import Change, Mean, Row, change_of, counted, drift_of, in_time, kept, ttft_ms
@@ -66,23 +66,11 @@ class ArmFigures:
     link_behind_ms: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CellFigures:
-    """A cell: its arms, which of them is the baseline, and what could be gained at most.
+class Alone(NamedTuple):
+    """T and P of one request as the run itself shows them, in ms; None where it does not."""
 
-    Attributes:
-        transfer_ms, prefill_ms: T and P as the run itself shows them; None where it does not.
-        drift: between the earlier and the later repeats of the opening arm.
-        link: what the arms' floors are reckoned with; None where nothing was loaded.
-    """
-
-    cell: Mapping[str, Any]
-    arms: dict[str, ArmFigures]
-    baseline: str
-    drift: float
     transfer_ms: float | None
     prefill_ms: float | None
-    link: Link | None = None
 
     @property
     def ceiling(self) -> float | None:
@@ -95,6 +83,29 @@ class CellFigures:
     def transfer_over_prefill(self) -> float | None:
         """T/P."""
         return self.transfer_ms / self.prefill_ms if self.transfer_ms and self.prefill_ms else None
+
+
+@dataclass(frozen=True, slots=True)
+class CellFigures:
+    """A cell: its arms, which of them is the baseline, and what could be gained at most.
+
+    Attributes:
+        drift: between the earlier and the later repeats of the opening arm.
+        alone: T and P by the graphs that the baseline replays; `alone_by`: by each kind that a chunk-major arm does.
+        link: what the arms' floors are reckoned with; None where nothing was loaded.
+    """
+
+    cell: Mapping[str, Any]
+    arms: dict[str, ArmFigures]
+    baseline: str
+    drift: float
+    alone: Alone
+    alone_by: Mapping[str, Alone]
+    link: Link | None = None
+
+    def alone_of(self, arm: str) -> Alone:
+        """T and P by the graphs that the arm replays."""
+        return self.alone_by.get(graphs_of(arm), self.alone)
 
     def change(self, arm: str, figure: str = "ttft") -> Change:
         """Against the baseline, and whether the run shows it."""
@@ -151,9 +162,9 @@ def _cell(every: Mapping[str, list[Row]], raw: float) -> CellFigures:
     chunk_major = [name for name in chunk_major_of(figures) if name in figures]
     baseline = min(chunk_major or sorted(figures), key=lambda name: figures[name].ttft.value)
     drift = drift_of([ttft_ms(row) for row in in_time(arms.get(chunk_major_of(figures)[0], ()))])
-    transfer, prefill = _transfer_and_prefill_ms(arms)
     cell = next(iter(arms.values()))[0]["cell"]
-    return CellFigures(cell, figures, baseline, drift, transfer, prefill, link)
+    by_graphs = {kind: _alone(arms, forms) for kind, forms in CHUNK_MAJOR.items() if arms.keys() & set(forms)}
+    return CellFigures(cell, figures, baseline, drift, _alone(arms, chunk_major_of(figures)), by_graphs, link)
 
 
 def _arm(rows: Sequence[Row], set_aside: int, link: Link | None) -> ArmFigures:
@@ -274,18 +285,18 @@ def _link_busy_us(row: Row) -> float:
     return busy
 
 
-def _transfer_and_prefill_ms(arms: Mapping[str, Sequence[Row]]) -> tuple[float | None, float | None]:
+def _alone(arms: Mapping[str, Sequence[Row]], forms: Sequence[str]) -> Alone:
     """T: the shortest load from its first copy to its last landing; P: the median step of one prefill, no layer waits.
 
     The shortest, because loads share the link. In a chunk-major arm all has landed before the step begins.
     """
     transfer: list[float] = []
     prefill: list[float] = []
-    for name in chunk_major_of(arms):
+    for name in forms:
         for row in arms.get(name, ()):
             cell = row["cell"]
             if cell["mix"] or cell["miss_every"]:
-                return None, None
+                return Alone(None, None)
             transfer += [
                 (one["landed_us"][-1] - one["started_us"]) / 1e3
                 for one in row["requests"]
@@ -297,7 +308,7 @@ def _transfer_and_prefill_ms(arms: Mapping[str, Sequence[Row]]) -> tuple[float |
                 for step in row["steps"]
                 if cell["new"] <= step[2] < cell["new"] + spare
             ]
-    return min(transfer, default=None), statistics.median(prefill) if prefill else None
+    return Alone(min(transfer, default=None), statistics.median(prefill) if prefill else None)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

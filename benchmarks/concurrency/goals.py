@@ -9,11 +9,11 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from concurrency.arms import ARMS
+from concurrency.arms import CHUNK_MAJOR, graphs_of
 from concurrency.figures import CellFigures, Verdict
 from concurrency.rules import Change, Row, change_of, counted
 
-CHOSEN: Final = ("auto", "auto_prefill_graphs", "auto_full_graphs")
+CHOSEN: Final = ("auto", "auto_prefill_graphs", "auto_full_graphs", "auto_both_graphs")
 """The arms that choose for each request; what the goals are about."""
 
 TTFT: Final[tuple[tuple[str, str, float], ...]] = (
@@ -48,19 +48,9 @@ class Line(NamedTuple):
     state: str
 
 
-def graphs_of(arm: str) -> str:
-    """Which graphs the arm replays; arms of a recording that are not known here replay the usual ones."""
-    return ARMS[arm].graphs if arm in ARMS else "piecewise"
-
-
 def baseline_of(cell: CellFigures, arm: str) -> str | None:
     """The better chunk-major arm with the same graphs; None where the cell has none."""
-    alike = [
-        name
-        for name in cell.arms
-        if name.startswith(("chunk_bounded", "chunk_deep", "chunk_prefill", "chunk_full"))
-        and graphs_of(name) == graphs_of(arm)
-    ]
+    alike = [name for name in CHUNK_MAJOR[graphs_of(arm)] if name in cell.arms]
     return min(alike, key=lambda name: cell.arms[name].ttft.value, default=None)
 
 
@@ -97,7 +87,7 @@ def goals(
     """Every goal that the cells say something about."""
     lines = [line for what, name, goal in TTFT for line in _ttft_lines(cells, what, name, goal)]
     lines += [line for cell in cells.values() for line in _ceiling_lines(cell)]
-    for arm in ("auto", "auto_full_graphs"):
+    for arm in ("auto", "auto_full_graphs", "auto_both_graphs"):
         lines += _regret_lines(cells, arm)
         for figure, what, sign in (
             ("ttft", f"{arm}'s time to first token over chunk-major's", 1),
@@ -153,7 +143,7 @@ def _regret_lines(cells: Mapping[str, CellFigures], arm: str) -> Iterable[Line]:
 
 def cells_of(name: str) -> list[str]:
     """The names under which a goal's cell may be recorded."""
-    return [name, *(f"{name}_{kind}" for kind in ("graphs", "full_graphs", "full", "piecewise"))]
+    return [name, *(f"{name}_{kind}" for kind in ("graphs", "full_graphs", "full", "piecewise", "both"))]
 
 
 def aim_of(goal: float) -> str:
@@ -198,14 +188,13 @@ def _best_layerwise(cell: CellFigures, arm: str) -> str | None:
 
 
 def _ceiling_lines(cell: CellFigures) -> Iterable[Line]:
-    facts, ceiling, ratio = cell.cell, cell.ceiling, cell.transfer_over_prefill
-    if facts["concurrency"] != 1 or facts["bystanders"] or ceiling is None or ratio is None or facts["rate_per_s"]:
-        return
-    if not 0.45 <= ratio <= 2.2 or facts["tier_gb_per_s"]:
+    facts = cell.cell
+    if facts["concurrency"] != 1 or facts["bystanders"] or facts["rate_per_s"] or facts["tier_gb_per_s"]:
         return
     for arm in chosen_of(cell):
-        base = baseline_of(cell, arm)
-        if base is None:
+        base, alone = baseline_of(cell, arm), cell.alone_of(arm)
+        ceiling, ratio = alone.ceiling, alone.transfer_over_prefill
+        if base is None or ceiling is None or ratio is None or not 0.45 <= ratio <= 2.2:
             continue
         change = change_of(cell.arms[arm].ttft, cell.arms[base].ttft, cell.drift)
         share = -change.value / ceiling

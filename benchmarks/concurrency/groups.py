@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from concurrency.arms import BASELINE, CHUNK_MAJOR_FULL
+from concurrency.arms import BASELINE, CHUNK_MAJOR_BOTH, CHUNK_MAJOR_FULL
 from concurrency.cells import Cell, Group
 
 _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
@@ -24,6 +24,8 @@ _ALL: Final = (
 _REQUESTS: Final = {1: 6, 2: 12, 4: 16, 8: 28, 16: 44}
 _PREFILL_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
 """Steps of one or two prefills of the middle cells and some that decode beside them."""
+_MORE_PREFILL_GRAPHS: Final = (*_PREFILL_GRAPHS, 512, 520, 824, 832, 1024, 1032, 1040, 1640, 1648, 2048, 2056, 2064)
+"""The same of other prompts too."""
 
 
 def _closed(concurrency: int, hit: int, new: int, **more: Any) -> Cell:
@@ -72,6 +74,8 @@ _FULL_LEAST: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "auto_full_graphs")
 _FULL_ALONE: Final = (*CHUNK_MAJOR_FULL, "fifo_full_graphs", "sync_full_graphs", "auto_full_graphs")
 _BEFORE_BATCH: Final = ("auto_full_graphs", "auto_before_batch_full_graphs")
 _BOTH_GRAPHS: Final = ("chunk_full_graphs", "auto_full_graphs", "chunk_both_graphs", "auto_both_graphs")
+_BOTH_LEAST: Final = (*CHUNK_MAJOR_BOTH, "fifo_both_graphs", "auto_both_graphs")
+_BOTH_ALONE: Final = (*_BOTH_LEAST, "sync_both_graphs")
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
 _ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
@@ -167,6 +171,22 @@ GROUPS: Final[dict[str, Group]] = {
             )
         ),
         full_graphs=True,
+    ),
+    "both": Group(
+        tuple(
+            _named(cell, "both", arms=arms, repeats=repeats)
+            for cell, arms, repeats in (
+                (_CORE[0], (*_BOTH_ALONE, *_FULL_GRAPHS), 4),
+                (_CORE[1], (*_BOTH_ALONE, *_FULL_GRAPHS), 6),
+                (_CORE[3], _BOTH_LEAST, 4),
+                (_closed(4, 15_360, 1_024), _BOTH_LEAST, 4),
+                (_CORE[2], _BOTH_LEAST, 3),
+                (_ORIGINAL[5], _BOTH_LEAST, 3),
+                (_CORE[4], _BOTH_LEAST, 3),
+            )
+        ),
+        full_graphs=True,
+        prefill_graphs=_MORE_PREFILL_GRAPHS,
     ),
     "piecewise": Group(_PIECEWISE, full_graphs=True),
     "full_extra": Group(

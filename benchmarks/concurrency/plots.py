@@ -76,8 +76,8 @@ def _changes(plt: Any, cells: Mapping[str, CellFigures], path: Path) -> Path:
                 label=None if name in named else name,
             )
             named.add(name)
-        if cell.ceiling is not None and cell.cell["concurrency"] == 1:
-            axes.plot([-100 * cell.ceiling] * 2, [place - 0.45, place + 0.45], "k--", lw=0.8)
+        if cell.alone.ceiling is not None and cell.cell["concurrency"] == 1:
+            axes.plot([-100 * cell.alone.ceiling] * 2, [place - 0.45, place + 0.45], "k--", lw=0.8)
     axes.axvline(0, color="black", lw=0.6)
     axes.set_yticks(range(len(cells)), list(cells))
     axes.invert_yaxis()

@@ -29,7 +29,7 @@ if __name__ == "__main__":
 
 from result_file import write_json, write_text
 
-from concurrency.arms import CHUNK_MAJOR, CHUNK_MAJOR_FULL
+from concurrency.arms import CHUNK_MAJOR
 from concurrency.choices import choices_table, link_table
 from concurrency.figures import ArmFigures, CellFigures, figures_of, verdicts_of
 from concurrency.finding import causes_table
@@ -64,9 +64,8 @@ def _last(runs: Sequence[Sequence[Row]]) -> dict[tuple[str, str], int]:
     for number, rows in enumerate(runs):
         having |= dict.fromkeys((_subject(row) for row in rows if row["kind"] != "engine"), number)
         repeats = Counter((_subject(row), row["arm"]) for row in rows if row["kind"] == "repeat")
-        twice = [
-            of for (of, arm), count in repeats.items() if count > 1 and arm not in (*CHUNK_MAJOR, *CHUNK_MAJOR_FULL)
-        ]
+        chunk_major = {form for forms in CHUNK_MAJOR.values() for form in forms}
+        twice = [of for (of, arm), count in repeats.items() if count > 1 and arm not in chunk_major]
         measured |= dict.fromkeys(twice, number)
     return having | measured
 
@@ -113,9 +112,9 @@ def each_run(runs: Mapping[str, Sequence[Row]]) -> str:
 def table(cell: CellFigures) -> str:
     """One cell in Markdown."""
     spec = cell.cell
-    ceiling = "unknown" if cell.ceiling is None else f"{cell.ceiling:.0%}"
-    transfer = "?" if cell.transfer_ms is None else f"{cell.transfer_ms:.1f}"
-    prefill = "?" if cell.prefill_ms is None else f"{cell.prefill_ms:.1f}"
+    ceiling = "unknown" if cell.alone.ceiling is None else f"{cell.alone.ceiling:.0%}"
+    transfer = "?" if cell.alone.transfer_ms is None else f"{cell.alone.transfer_ms:.1f}"
+    prefill = "?" if cell.alone.prefill_ms is None else f"{cell.alone.prefill_ms:.1f}"
     share = spec["hit"] / (spec["hit"] + spec["new"])
     lines = [
         f"### {spec['name']}",
@@ -178,7 +177,7 @@ def overview(cells: Mapping[str, CellFigures]) -> str:
             else:
                 change = cell.change(arm)
                 changes.append(f"{change.value:+.0%}{'*' if change.shown else ''}")
-        ceiling = "?" if cell.ceiling is None else f"{cell.ceiling:.0%}"
+        ceiling = "?" if cell.alone.ceiling is None else f"{cell.alone.ceiling:.0%}"
         base = cell.arms[cell.baseline].ttft.value
         lines.append(f"| {name} | {ceiling} | {cell.drift:.0%} | {base:.1f} | {' | '.join(changes)} |")
     return "\n".join(lines) + "\n"
@@ -231,10 +230,10 @@ def _plain(cell: CellFigures) -> Mapping[str, Any]:
         "cell": cell.cell,
         "baseline": cell.baseline,
         "drift": cell.drift,
-        "transfer_ms": cell.transfer_ms,
-        "prefill_ms": cell.prefill_ms,
+        "transfer_ms": cell.alone.transfer_ms,
+        "prefill_ms": cell.alone.prefill_ms,
         "link": None if cell.link is None else cell.link._asdict(),
-        "ceiling": cell.ceiling,
+        "ceiling": cell.alone.ceiling,
         "arms": arms,
         "changes": changes,
     }

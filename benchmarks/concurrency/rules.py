@@ -182,12 +182,13 @@ def not_shown_yet(arms: Mapping[str, Sequence[Row]], wanted: Sequence[str]) -> s
         if not name.startswith("recompute")
         and (mean is None or mean.repeats < FEWEST_REPEATS or mean.relative_error > _WANTED * LARGEST_ERROR)
     }
-    opening, other = chunk_major_of(have)
-    bounded, deep = means.get(opening), means.get(other)
-    if bounded is not None and deep is not None and max(bounded.repeats, deep.repeats) >= FEWEST_REPEATS:
-        sure = abs(bounded.value - deep.value) > 3 * math.hypot(bounded.error, deep.error)
-        if sure and bounded.value < deep.value:
-            wide.discard(other)
+    opening, *others = chunk_major_of(have)
+    for other in others:
+        bounded, deep = means.get(opening), means.get(other)
+        if bounded is not None and deep is not None and max(bounded.repeats, deep.repeats) >= FEWEST_REPEATS:
+            sure = abs(bounded.value - deep.value) > 3 * math.hypot(bounded.error, deep.error)
+            if sure and bounded.value < deep.value:
+                wide.discard(other)
     if opening in have:
         drift = drift_of([ttft_ms(row) for row in in_time(have[opening])])
         if drift > _WANTED * LARGEST_DRIFT:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from concurrency.arms import DIFFERENCES
+from concurrency.arms import DIFFERENCES, graphs_of
 from concurrency.figures import CellFigures
-from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, graphs_of, regret_of
+from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, regret_of
 from concurrency.rules import Change, change_of
 
 
@@ -33,8 +33,9 @@ def cells_table(cells: Mapping[str, CellFigures], predicted: Mapping[tuple[str, 
             ttft, e2e, tpot, throughput = changes_of(cell, base, arm)
             changes = [ttft, e2e, throughput, tpot]
             shares = "-"
-            if cell.ceiling is not None and cell.cell["concurrency"] == 1:
-                shares = f"{-changes[0].value / cell.ceiling:.0%} of {cell.ceiling:.0%}"
+            ceiling = cell.alone_of(arm).ceiling
+            if ceiling is not None and cell.cell["concurrency"] == 1:
+                shares = f"{-changes[0].value / ceiling:.0%} of {ceiling:.0%}"
             regret = regret_of(cell, arm)
             known = predicted.get((name, arm))
             text.append(

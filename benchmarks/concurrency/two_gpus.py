@@ -72,7 +72,7 @@ def beside_one_gpu(runs: Iterable[tuple[str, Mapping[str, CellFigures]]]) -> lis
 
 
 def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
-    mine, ratio = gain_of(two.cell, arm), two.cell.transfer_over_prefill
+    mine, ratio = gain_of(two.cell, arm), two.cell.alone_of(arm).transfer_over_prefill
     if mine is None or ratio is None:
         return
     found = [
@@ -89,7 +89,7 @@ def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
         for one in ones
         if all(one.cell.cell.get(name) == two.cell.cell.get(name) for name in _ALIKE)
         and (gain := gain_of(one.cell, arm)) is not None
-        and (other := one.cell.transfer_over_prefill) is not None
+        and (other := one.cell.alone_of(arm).transfer_over_prefill) is not None
     ]
     if not found:
         return

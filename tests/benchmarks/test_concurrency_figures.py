@@ -47,14 +47,14 @@ def test_a_change_is_shown_only_by_a_quiet_run(mine: Mean, base: Mean, drift: fl
 
 def test_the_ceiling_comes_from_the_runs_own_transfer_and_prefill() -> None:
     cell = figures_of(lines(chunk_bounded=[100, 100], fifo_first=[60, 60]))["c"]
-    assert (cell.transfer_ms, cell.prefill_ms) == (40.0, 10.0), "2 to 42 ms; the step of the ten new tokens"
-    assert cell.ceiling == pytest.approx(10 / 50)
+    assert (cell.alone.transfer_ms, cell.alone.prefill_ms) == (40.0, 10.0), "2 to 42 ms; the step of the ten new tokens"
+    assert cell.alone.ceiling == pytest.approx(10 / 50)
 
 
 def test_the_transfer_is_the_shortest_load_because_others_shared_the_link() -> None:
     shared = row("chunk_bounded", 0, 100.0)
     shared["requests"][1]["landed_us"] = [30_000, 82_000]
-    assert figures_of([shared])["c"].transfer_ms == 40.0
+    assert figures_of([shared])["c"].alone.transfer_ms == 40.0
 
 
 def test_a_line_that_came_twice_counts_once() -> None:

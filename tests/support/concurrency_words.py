@@ -86,12 +86,13 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
     beyond = {name: value for name, value in regrets.items() if value > 0.08 and name != SLOW_TIER}
     weights = [answer.ms(f"auto{weight}_full_graphs") for weight in ("_light", "", "_heavy")]
     of_weights = [answer.percent("tpot", f"auto{weight}_full_graphs") for weight in ("_light", "", "_heavy")]
-    ceiling, fifo, bound = one.cell.ceiling or 0, one.arm(FIFO), small.arm()
+    ceiling, fifo, bound = one.cell.alone.ceiling or 0, one.arm(FIFO), small.arm()
     floor, behind = bound.link_floor, bound.link_behind_ms
     assert floor
     assert behind is not None
     assert bound.last_layer_ms
-    assert small.cell.transfer_ms
+    transfer_ms, prefill_ms = small.cell.alone
+    assert transfer_ms
     decoding = "bystanders' TPOT, auto_full_graphs, 9 arrivals/s"
     wanted = 0.55 * small.base.ttft.value
     counted_anew = tier5.arm().choices["off"], sum(tier5.arm().choices.values())
@@ -137,9 +138,9 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
         f"{one.ms()} ms, where the ceiling would be {one.base.ttft.value * (1 - ceiling):.1f}. By `fifo_full_graphs` "
         f"({one.ms(FIFO)}): the first layer lands after {fifo.first_layer_ms:.1f}, the request is released "
         f"{fifo.unnoticed_ms:.1f} later and its step begins {fifo.unadmitted_ms:.1f} after that; the rest is the "
-        f"prefill, {one.cell.prefill_ms:.1f} ms of the device",
-        f"T is {small.cell.transfer_ms:.1f} ms, {small.cell.transfer_ms / bound.ttft.value:.0%} of `auto`'s "
-        f"{small.ms()}, and the prefill only {small.cell.prefill_ms:.1f}: the link is busy for {bound.link_busy:.0%} "
+        f"prefill, {one.cell.alone.prefill_ms:.1f} ms of the device",
+        f"T is {transfer_ms:.1f} ms, {transfer_ms / bound.ttft.value:.0%} of `auto`'s "
+        f"{small.ms()}, and the prefill only {prefill_ms:.1f}: the link is busy for {bound.link_busy:.0%} "
         f"of the time. For these arrivals it alone needs {floor.value:.1f} ms in the mean, {behind:.1f} of them behind "
         f"others' loads. The last layer landed after {bound.last_layer_ms:.1f}, and the first token came "
         f"{bound.ttft.value - bound.last_layer_ms:.1f} later. The aim was {wanted:.1f}",
