@@ -78,6 +78,7 @@ _BOTH_LEAST: Final = (*CHUNK_MAJOR_BOTH, "fifo_both_graphs", "auto_both_graphs")
 _BOTH_ALONE: Final = (*_BOTH_LEAST, "sync_both_graphs")
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
+_OPEN: Final = _named(_CORE[0], "bystanders_open", bystanders=8, rate_per_s=9.0, requests=16)
 _ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
 _EIGHT: Final = dataclasses.replace(_CORE[2], arms=_FEW)
 _RANKS_ARMS: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
@@ -139,11 +140,8 @@ GROUPS: Final[dict[str, Group]] = {
     "full_bystanders": Group(
         (
             _named(
-                _CORE[0],
-                "bystanders_open_full",
-                bystanders=8,
-                rate_per_s=9.0,
-                requests=16,
+                _OPEN,
+                "full",
                 arms=(CHUNK_MAJOR_FULL[0], "fifo_full_graphs", "auto_full_graphs", "auto_heavy_full_graphs"),
                 repeats=6,
                 most_repeats=12,
@@ -174,7 +172,7 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "both": Group(
         tuple(
-            _named(cell, "both", arms=arms, repeats=repeats)
+            _named(cell, "both", arms=arms, repeats=repeats, most_repeats=16)
             for cell, arms, repeats in (
                 (_CORE[0], (*_BOTH_ALONE, *_FULL_GRAPHS), 4),
                 (_CORE[1], (*_BOTH_ALONE, *_FULL_GRAPHS), 6),
@@ -183,6 +181,7 @@ GROUPS: Final[dict[str, Group]] = {
                 (_CORE[2], _BOTH_LEAST, 3),
                 (_ORIGINAL[5], _BOTH_LEAST, 3),
                 (_CORE[4], _BOTH_LEAST, 3),
+                (_OPEN, (CHUNK_MAJOR_BOTH[0], *_BOTH_LEAST[2:]), 6),
             )
         ),
         full_graphs=True,

@@ -55,6 +55,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on")
     parser.add_argument("--budget-s", type=float, default=560.0, help="no repeat begins later than this")
     parser.add_argument(
+        "--no-answers", action="store_true", help="time alone: no answer is compared with recomputation in this call"
+    )
+    parser.add_argument(
         "--stream-stalls", action="store_true", help="time layers' waits on the stream; not for figures"
     )
     parser.add_argument(

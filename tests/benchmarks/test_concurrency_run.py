@@ -74,7 +74,12 @@ class OneEngine:
 
 
 def ran(
-    monkeypatch: pytest.MonkeyPatch, out: Path, ttft_ms: Any, cell: Cell = CELL, budget_s: float = 1e9
+    monkeypatch: pytest.MonkeyPatch,
+    out: Path,
+    ttft_ms: Any,
+    cell: Cell = CELL,
+    budget_s: float = 1e9,
+    no_answers: bool = False,
 ) -> tuple[bool, list[str]]:
     """Whether the run says it is done, and the arms that were measured, in order."""
     order: list[str] = []
@@ -87,7 +92,7 @@ def ran(
 
     monkeypatch.setattr("concurrency.run.run_repeat", run_repeat)
     monkeypatch.setitem(GROUPS, "one", Group((cell,)))
-    asked = argparse.Namespace(out=out, cells="one", seed=1, budget_s=budget_s)
+    asked = argparse.Namespace(out=out, cells="one", seed=1, budget_s=budget_s, no_answers=no_answers)
     run = Run(asked, OneEngine(), GROUPS["one"], ARMS, rows_there(out), 0.0)
     return run.all([cell]), order
 
@@ -100,6 +105,17 @@ def test_a_quiet_cell_gets_its_rounds_and_then_what_its_errors_ask_for(
     assert order.count("recompute") == 2
     assert order.count("fifo_first") == order.count("chunk_deep") == 4, "two rounds of its own, and two repeats are few"
     assert order.count(BASELINE) == 8
+
+
+@pytest.mark.parametrize("no_answers", [False, True])
+def test_answers_are_compared_unless_asked_for_times_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_answers: bool
+) -> None:
+    verified: list[str] = []
+    monkeypatch.setattr(Run, "verify", lambda _run, cell: verified.append(cell.name))
+    done, _order = ran(monkeypatch, tmp_path / "o", lambda arm, number: 100.0 + number % 2, no_answers=no_answers)
+    assert done
+    assert verified == ([] if no_answers else [CELL.name])
 
 
 def test_only_the_arms_that_are_not_shown_and_the_baseline_go_on(
