@@ -113,6 +113,12 @@ def _by_default(cells: Sequence[Cell], arms: Mapping[int, tuple[str, ...]], repe
     return tuple(_named(cell, "full", arms=arms[cell.concurrency], repeats=repeats) for cell in cells)
 
 
+def _by_both(cells: Sequence[tuple[Cell, tuple[str, ...], int]], **more: Any) -> Group:
+    """Where whole decoding steps and prefills replay graphs: cells, their arms, and rounds that run in any case."""
+    both = (_named(cell, "both", arms=arms, repeats=repeats, most_repeats=16) for cell, arms, repeats in cells)
+    return Group(tuple(both), full_graphs=True, prefill_graphs=_MORE_PREFILL_GRAPHS, **more)
+
+
 _FULL_ARMS: Final = {
     1: (*_FULL_ALONE, _RECOMPUTE),
     4: (*_FULL_FEW, "sync_full_graphs", _RECOMPUTE),
@@ -170,22 +176,17 @@ GROUPS: Final[dict[str, Group]] = {
         ),
         full_graphs=True,
     ),
-    "both": Group(
-        tuple(
-            _named(cell, "both", arms=arms, repeats=repeats, most_repeats=16)
-            for cell, arms, repeats in (
-                (_CORE[0], (*_BOTH_ALONE, *_FULL_GRAPHS), 4),
-                (_CORE[1], (*_BOTH_ALONE, *_FULL_GRAPHS), 6),
-                (_CORE[3], _BOTH_LEAST, 4),
-                (_closed(4, 15_360, 1_024), _BOTH_LEAST, 4),
-                (_CORE[2], _BOTH_LEAST, 3),
-                (_ORIGINAL[5], _BOTH_LEAST, 3),
-                (_CORE[4], _BOTH_LEAST, 3),
-                (_OPEN, (CHUNK_MAJOR_BOTH[0], *_BOTH_LEAST[2:]), 6),
-            )
-        ),
-        full_graphs=True,
-        prefill_graphs=_MORE_PREFILL_GRAPHS,
+    "both": _by_both(
+        (
+            (_CORE[0], (*_BOTH_ALONE, *_FULL_GRAPHS), 4),
+            (_CORE[1], (*_BOTH_ALONE, *_FULL_GRAPHS), 6),
+            (_CORE[3], _BOTH_LEAST, 4),
+            (_closed(4, 15_360, 1_024), _BOTH_LEAST, 4),
+            (_CORE[2], _BOTH_LEAST, 3),
+            (_ORIGINAL[5], _BOTH_LEAST, 3),
+            (_CORE[4], _BOTH_LEAST, 3),
+            (_OPEN, (CHUNK_MAJOR_BOTH[0], *_BOTH_LEAST[2:]), 6),
+        )
     ),
     "piecewise": Group(_PIECEWISE, full_graphs=True),
     "full_extra": Group(
@@ -315,21 +316,24 @@ GROUPS: Final[dict[str, Group]] = {
             *(_closed(concurrency, 4_096, 256, arms=_FOUR, repeats=2) for concurrency in (4, 1)),
         )
     ),
-    "chunks": Group(
-        tuple(
-            _closed(concurrency, 12_288, 768, chunk=chunk, arms=_FEW, repeats=3)
-            for chunk in (1024, 4096)
+    "both_chunks": _by_both(
+        [
+            (_closed(concurrency, hit, new, chunk=chunk), _BOTH_LEAST, 3)
+            for hit, new, chunk in ((4_096, 1_024, 256), (12_288, 768, 1024), (12_288, 768, 4096))
             for concurrency in (4, 1)
-        ),
+        ],
         documents=12,
     ),
-    "long": Group(
-        (
-            _closed(1, 65_536, 1_024, requests=4, arms=_FEW),
-            _closed(2, 65_536, 1_024, requests=6, arms=_FEW, repeats=3),
-            _closed(2, 32_768, 1_024, requests=8, arms=_FEW),
-            _closed(1, 32_768, 256, requests=6, arms=_FEW),
-        ),
+    "both_long": _by_both(
+        [
+            (_closed(concurrency, hit, new, requests=requests), _BOTH_LEAST, 3)
+            for concurrency, hit, new, requests in (
+                (2, 32_768, 1_024, 8),
+                (1, 32_768, 256, 6),
+                (2, 65_536, 1_024, 6),
+                (1, 65_536, 1_024, 4),
+            )
+        ],
         documents=5,
         document_tokens=65_536,
     ),

@@ -303,8 +303,8 @@ def test_groups_of_one_engine_are_joined_and_others_refused() -> None:
     for cells in (both.cells, *(group.cells for group in GROUPS.values())):
         assert len({cell.name for cell in cells}) == len(cells)
     with pytest.raises(ValueError, match="do not run in one engine"):
-        joined("core+long", GROUPS)
-    with pytest.raises(ValueError, match="there is no group cores; there are beside, .*chunks, core"):
+        joined("core+both_long", GROUPS)
+    with pytest.raises(ValueError, match="there is no group cores; there are beside, .*both_chunks, both_long, core"):
         joined("cores", GROUPS)
 
 
