@@ -27,11 +27,14 @@ SHARES: Final = (100, 10_000)
 RANGES: Final = {
     "idle_ns": (1, TIMES[1]),
     "captured_tokens": (1, MOST_TOKENS),
+    "prefill_graph_tokens": (0, MOST_TOKENS),
     "beside_permille": SHARES,
     "scatter_permille": (0, SHARES[1]),
     "drift_permille": (0, SHARES[1]),
 }
 """The least and the most of the parts that are not of `TIMES`."""
+LATER_PARTS: Final = ("prefill_graph_launch_ns", "prefill_graph_tokens")
+"""A file from before they were parts has none of them: they were not measured."""
 LEAST_IDLE_NS: Final = 10_000
 """That was measured: no engine polls more often, and a model that did would never end."""
 
@@ -45,7 +48,9 @@ class Overheads:
         launch_ns: launching a forward of at most `captured_tokens` tokens with piecewise graphs.
         full_launch_ns: the same as one captured graph, where nothing waits for layers; 0 where it was not measured.
         prefill_launch_ns: launching a forward of more tokens.
+        prefill_graph_launch_ns: the same where it replays piecewise graphs; 0 where it was not measured.
         captured_tokens: up to so many the engine replays captured graphs.
+        prefill_graph_tokens: of more than that, up to so many it replays piecewise graphs too; 0: none.
         gate_ns: launching a layer takes so much longer for each released load that had not landed when the pass began.
         tail_ns: of each launch, what comes behind its last layer.
         report_ns: from the end of what a hand-out waits for until the token is seen.
@@ -73,7 +78,9 @@ class Overheads:
     launch_ns: int = 0
     full_launch_ns: int = 0
     prefill_launch_ns: int = 0
+    prefill_graph_launch_ns: int = 0
     captured_tokens: int = 128
+    prefill_graph_tokens: int = 0
     gate_ns: int = 0
     tail_ns: int = 0
     report_ns: int = 0
@@ -114,12 +121,28 @@ class Overheads:
     def forward_ns(self, num_tokens: int, *, full_graphs: bool, prefills: bool) -> int:
         """How long launching a forward of so many tokens takes."""
         if num_tokens > self.captured_tokens:
-            return self.prefill_launch_ns
+            return self.prefill_graph_launch_ns if num_tokens <= self.prefill_graph_tokens else self.prefill_launch_ns
         return self.full_launch_ns if full_graphs and not prefills else self.launch_ns
 
     def least_prefill_ns(self, num_tokens: int) -> int:
         """What a step of so many tokens with a prefill in it takes at least: its layers' launches."""
         return max(0, self.forward_ns(num_tokens, full_graphs=False, prefills=True) - self.tail_ns)
+
+    def with_prefill_graphs(self, tokens: int) -> Overheads:
+        """The engine as it is where graphs of steps of up to so many tokens are captured; 0: as it is.
+
+        Raises:
+            ValueError: steps that replay graphs anyway, or launching those of prefills was not measured.
+        """
+        if tokens == 0:
+            return self
+        check_range("tokens of prefills' graphs", tokens, self.captured_tokens + 1, MOST_TOKENS)
+        if not self.prefill_graph_launch_ns:
+            raise ValueError(
+                "launching graphs of prefills was not measured with these overheads: take a shipped set, or measure "
+                "prefill_graph_launch_ns in a recording whose prefills replay graphs"
+            )
+        return replace(self, prefill_graph_tokens=tokens)
 
     def with_parts_of(self, other: Overheads, names: Iterable[str]) -> Overheads:
         """These, with the named parts of the others, and their rows where both have one of as many tokens."""
@@ -175,6 +198,12 @@ class MeasuredOverheads:
             f"overheads of {self.engine}, measured ({self.source}): a step takes the host {one.launch_ns / 1e6:.1f} ms "
             f"to launch, one with a prefill {one.prefill_launch_ns / 1e6:.1f}, and {one.pass_ns / 1e6:.1f} to prepare; "
             "it schedules a step ahead, so a token is handed out only when the next step is launched"
+            + (
+                f"; steps with prefills of up to {one.prefill_graph_tokens:,} tokens replay captured graphs, which take "
+                f"{one.prefill_graph_launch_ns / 1e6:.1f} ms to launch; padding to the captured sizes is not counted"
+                if one.prefill_graph_tokens
+                else ""
+            )
             + ("" if one.full_launch_ns else "; launching a captured step that waits for no layer was not measured: 0")
         )
 
@@ -197,6 +226,8 @@ def read_overheads(text: str, name: str) -> MeasuredOverheads:
         if type(version) is not int or version != SCHEMA_VERSION:
             raise ValueError(f"schema_version must be {SCHEMA_VERSION}, got {version!r}")
         rest = {key: value for key, value in found.items() if key not in ("kind", "schema_version")}
+        if isinstance(rest.get("overheads"), dict):
+            rest["overheads"] = dict.fromkeys(LATER_PARTS, 0) | rest["overheads"]
         return read_record(MeasuredOverheads, rest, "overheads")
     except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"{name}: {error}") from error

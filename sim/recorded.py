@@ -128,13 +128,15 @@ class RecordedRepeat:
         requests: in the order in which they were asked.
         steps: passes of the thread, in order; none where they were not kept.
         graphs: which steps replayed captured graphs: `piecewise` those up to `captured_tokens`, layer by layer; `full`
-            those that only decode as one graph.
+            those that only decode as one graph; `both` as `full`, and more tokens layer by layer.
+        prefill_graph_tokens: of `both`, the most of those tokens; 0 where the run does not say.
         waited_ns: for each layer, how long the thread was in waits for loads, in all.
         commit: of the connector; empty where the run does not say.
         steps_wait: what its steps waited for.
         slow_lane: its lane could take looks in vain behind a fence for a slow wire, and keep that pace.
         other_auto: its `auto` went by other rules than the model's.
         ranks: processes that shared each layer (tensor parallel).
+        shows: which parts of the overheads are measured in it; None: all.
     """
 
     cell: RecordedCell
@@ -144,11 +146,13 @@ class RecordedRepeat:
     steps: tuple[RecordedStep, ...] = ()
     waited_ns: tuple[int, ...] = ()
     graphs: str = "piecewise"
+    prefill_graph_tokens: int = 0
     commit: str = ""
     steps_wait: StepsWait = StepsWait.BATCH
     slow_lane: bool = False
     other_auto: bool = False
     ranks: int = 1
+    shows: frozenset[str] | None = None
 
     def prompt_tokens(self, number: int) -> int:
         """Of its request of that number."""
@@ -266,6 +270,14 @@ def _graphs(engine: Mapping[str, Any]) -> str:
     return "full" if "FULL" in str(engine.get("cudagraph_mode", "")).upper() else "piecewise"
 
 
+def _captured_sizes(engine: Mapping[str, Any]) -> list[int]:
+    """Tokens of the steps whose graphs the engine captured; none where the run does not say."""
+    sizes = engine.get("cudagraph_capture_sizes") or []
+    if not isinstance(sizes, list) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(f"cudagraph_capture_sizes must be a list of whole numbers of at least 1, got {sizes!r}")
+    return sizes
+
+
 def _repeat(row: Mapping[str, Any], engine: Mapping[str, Any], commit: str) -> RecordedRepeat:
     cell = _object(row["cell"], "cell")
     shapes = tuple((int(hit), int(new)) for hit, new in cell["mix"]) or ((int(cell["hit"]), int(cell["new"])),)
@@ -282,6 +294,7 @@ def _repeat(row: Mapping[str, Any], engine: Mapping[str, Any], commit: str) -> R
     for hit, new in shapes:
         if hit < 0 or new < 1:
             raise ValueError(f"{where}: hit must be at least 0 and new at least 1, got {hit} and {new}")
+    graphs = str(row.get("graphs", _graphs(engine)))
     return RecordedRepeat(
         RecordedCell(
             str(cell["name"]),
@@ -300,7 +313,8 @@ def _repeat(row: Mapping[str, Any], engine: Mapping[str, Any], commit: str) -> R
         requests,
         tuple(_step(step) for step in row.get("steps", ())),
         tuple(int(us) * NS_PER_US for us in _object(row.get("host_stall_us", {}), "host_stall_us").values()),
-        str(row.get("graphs", _graphs(engine))),
+        graphs,
+        max(_captured_sizes(engine), default=0) if graphs == "both" else 0,
         commit,
         ranks=engine.get("tensor_parallel") or 1,
     )

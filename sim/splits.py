@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 from lamella.sim.checks import RecordedArm, Where
+from lamella.sim.overheads import Overheads
 from lamella.sim.recorded import RecordedRun
 from lamella.sim.settings import StepsWait
 
@@ -22,12 +23,14 @@ class Known(NamedTuple):
             that shows are not judged by.
         other_auto: its `auto` went by other rules than the model's, which is not judged by those arms.
         held_out: overheads are measured in none of its cells: the model is judged by all of them.
+        measured: the parts of the overheads that are measured in its cells of the first list; None: all.
     """
 
     steps_wait: StepsWait = StepsWait.BATCH
     slow_lane: bool = False
     other_auto: bool = False
     held_out: bool = False
+    measured: tuple[str, ...] | None = None
 
 
 NOTHING_KNOWN: Final[Mapping[str, Known]] = MappingProxyType({})
@@ -45,7 +48,7 @@ class Split(NamedTuple):
         """The split that JSON describes.
 
         `{"calibrate": [...], "test": [...], "commits": {"<hash>": {"steps_wait": "every", "slow_lane": true}}}`; a
-        commit that is not named waits for its batch's loads, and has no known fault.
+        commit that is not named waits for its batch's loads, and has no known fault; all that it shows is measured.
 
         Raises:
             ValueError: anything else, a cell in both lists, or no cell to be judged by.
@@ -78,7 +81,13 @@ class Split(NamedTuple):
     def tell(self, run: RecordedRun) -> RecordedRun:
         """The run with what is known of each repeat's commit; a repeat of no named commit is left as it is."""
         repeats = [
-            replace(repeat, steps_wait=known.steps_wait, slow_lane=known.slow_lane, other_auto=known.other_auto)
+            replace(
+                repeat,
+                steps_wait=known.steps_wait,
+                slow_lane=known.slow_lane,
+                other_auto=known.other_auto,
+                shows=None if known.measured is None else frozenset(known.measured),
+            )
             if (known := self.commits.get(repeat.commit)) is not None
             else repeat
             for repeat in run.repeats
@@ -106,5 +115,17 @@ def _known(commit: str, facts: Any) -> Known:
     for name in names:
         if not isinstance(facts.get(name, False), bool):
             raise ValueError(f"commit {commit}: {name} must be true or false, got {facts[name]!r}")
-    flags = (facts.get(name, False) for name in names)
-    return Known(StepsWait(facts.get("steps_wait", ways[0])), *flags)
+    measured = facts.get("measured")
+    parts = Overheads.names()
+    if measured is not None and (not isinstance(measured, list) or not all(one in parts for one in measured)):
+        raise ValueError(
+            f"commit {commit}: measured must be a list of parts of the overheads, such as {parts[0]}; got {measured!r}"
+        )
+    slow_lane, other_auto, held_out = (facts.get(name, False) for name in names)
+    return Known(
+        StepsWait(facts.get("steps_wait", ways[0])),
+        slow_lane,
+        other_auto,
+        held_out,
+        None if measured is None else tuple(measured),
+    )
