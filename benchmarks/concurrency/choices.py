@@ -17,9 +17,9 @@ def choices_table(cells: Mapping[str, CellFigures], commits: Mapping[str, str]) 
     text = [
         "### the arm that chooses: against the best other arm with the same graphs, and against its own forecast",
         "",
-        "| cell | commit | TTFT, ms | against the best other arm | foreseen, ms | of what was measured "
+        "| cell | arm | commit | TTFT, ms | against the best other arm | foreseen, ms | of what was measured "
         "| foreseen regret |",
-        "|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for name, cell in sorted(cells.items()):
         for arm in chosen_of(cell):
@@ -30,7 +30,7 @@ def choices_table(cells: Mapping[str, CellFigures], commits: Mapping[str, str]) 
                 told = [f"{mine.predicted_ms:.1f}", f"{share:.0%}", f"{mine.predicted_regret:.1%}"]
             beside = "-" if regret is None else f"{regret[0]:+.1%} ({regret[1]})"
             text.append(
-                f"| {name} | {commits.get(name, '-')} | {mine.ttft.value:.1f} | {beside} | {' | '.join(told)} |"
+                f"| {name} | {arm} | {commits.get(name, '-')} | {mine.ttft.value:.1f} | {beside} | {' | '.join(told)} |"
             )
     return "\n".join(text) + "\n"
 

@@ -36,8 +36,9 @@ def causes_table(cells: Mapping[str, CellFigures]) -> str:
     for what, without, with_it, cell in differences({name: cells[name] for name in here}):
         before, after = cell.arms[without], cell.arms[with_it]
         change, _e2e, _tpot, served = changes_of(cell, without, with_it)
+        shared = ", through MPS" if cell.cell["name"].endswith("_mps") else ""
         text.append(
-            f"| {what} | {without} → {with_it} | {cell.cell['concurrency']} | {before.ttft.value:.1f} → "
+            f"| {what}{shared} | {without} → {with_it} | {cell.cell['concurrency']} | {before.ttft.value:.1f} → "
             f"{after.ttft.value:.1f} | {change.value:+.1%} ± {change.error:.1%} | {beyond(change)} | "
             f"{served.value:+.1%} ± {served.error:.1%} |"
         )

@@ -177,7 +177,7 @@ def _ttft_lines(cells: Mapping[str, CellFigures], what: str, name: str, goal: fl
                     f"; {before * (1 + goal):.1f} ms were wanted, and the link alone needs {floor.value:.1f} for these "
                     "arrivals"
                 )
-            yield Line(f"{what}, {arm}", aim_of(goal), measured, state)
+            yield Line(f"{what}, {arm}{company_of(cell_name, arm)}", aim_of(goal), measured, state)
 
 
 def _best_layerwise(cell: CellFigures, arm: str) -> str | None:
@@ -230,6 +230,13 @@ def _never_worse(cells: Iterable[CellFigures], arm: str, figure: str, what: str,
 def _recomputing(cell: CellFigures, arm: str) -> str | None:
     alike = (name for name in cell.arms if name.startswith("recompute") and graphs_of(name) == graphs_of(arm))
     return next(alike, None)
+
+
+def company_of(name: str, arm: str) -> str:
+    """What else an arm's cell was measured for, where the same workload has a cell for such arms alone."""
+    if "_before_batch" in name:
+        return ", beside `before_batch`"
+    return ", beside prefills' graphs" if name.endswith("_both") and graphs_of(arm) != "both" else ""
 
 
 def arriving(facts: Mapping[str, Any]) -> str:

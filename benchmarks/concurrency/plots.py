@@ -29,6 +29,9 @@ _COLOURS: Final = {
     "auto_full_graphs": "#145214",
     "auto_light_full_graphs": "#58b368",
     "auto_heavy_full_graphs": "#a3d9a5",
+    "fifo_both_graphs": "#5dade2",
+    "sync_both_graphs": "#f4d03f",
+    "auto_both_graphs": "#00c853",
 }
 
 

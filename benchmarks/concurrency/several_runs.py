@@ -24,10 +24,10 @@ from concurrency.goals import (
 )
 from concurrency.rules import LARGEST_DRIFT, Mean, judged
 
-TODAYS: Final = frozenset({"99ca007", "e6b6de6", "f8adb2c", "10aa3d9", "8cab52b"})
+TODAYS: Final = frozenset({"99ca007", "e6b6de6", "f8adb2c", "10aa3d9", "8cab52b", "e3ba7d2", "9d63b3d", "b290628"})
 """The commits, as seven digits, whose `auto` chooses by today's rules; what a hiccup teaches it was mended later."""
 _BEFORE_BATCH: Final = "_before_batch_full"
-"""Cells of `full` again beside arms with `before_batch` on; it is off in the arms that the goals are about."""
+"""Cells again beside arms with `before_batch` on; it is off in the arms that the goals are about."""
 
 
 def weighed(values: Sequence[Mean]) -> Mean:
@@ -55,6 +55,8 @@ def weighed(values: Sequence[Mean]) -> Mean:
 def over_runs(runs: Iterable[tuple[str, Mapping[str, CellFigures]]]) -> dict[str, Line]:
     """Of each goal that several runs of today's `auto` say something about, the line of all of them together.
 
+    A goal's cell under any of its names is a run of it: which graphs are replayed is the arm's, not the cell's.
+
     Args:
         runs: each recording's commit and cells by name. One with a single repeat has no error and is left out.
 
@@ -64,13 +66,12 @@ def over_runs(runs: Iterable[tuple[str, Mapping[str, CellFigures]]]) -> dict[str
     todays = [(commit, cells) for commit, cells in runs if commit in TODAYS]
     found: dict[str, Line] = {}
     for what, name, aim in TTFT:
-        for cell_name in cells_of(name):
-            names = [cell_name, *([f"{name}{_BEFORE_BATCH}"] if cell_name == f"{name}_full" else [])]
-            having = [(commit, cells[one]) for commit, cells in todays for one in names if one in cells]
-            for arm in sorted({arm for _commit, cell in having for arm in chosen_of(cell)}):
-                gains = [(commit, cell.drift, change) for commit, cell in having if (change := gain_of(cell, arm))]
-                changes = [(commit, drift, Mean(one.value, one.error, 1)) for commit, drift, one in gains]
-                found |= _line(f"{what}, {arm}", aim_of(aim), changes, aim)
+        names = (*cells_of(name), f"{name}{_BEFORE_BATCH}")
+        having = [(commit, cells[one]) for commit, cells in todays for one in names if one in cells]
+        for arm in sorted({arm for _commit, cell in having for arm in chosen_of(cell)}):
+            gains = [(commit, cell.drift, change) for commit, cell in having if (change := gain_of(cell, arm))]
+            changes = [(commit, drift, Mean(one.value, one.error, 1)) for commit, drift, one in gains]
+            found |= _line(f"{what}, {arm}", aim_of(aim), changes, aim)
     beside: dict[str, list[tuple[str, float, Mean]]] = {}
     for commit, cells in todays:
         for cell in cells.values():

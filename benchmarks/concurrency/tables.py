@@ -7,7 +7,7 @@ from typing import Any
 
 from concurrency.arms import DIFFERENCES, graphs_of
 from concurrency.figures import CellFigures
-from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, regret_of
+from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, company_of, regret_of
 from concurrency.rules import Change, change_of
 
 
@@ -64,8 +64,9 @@ def gains_table(cells: Mapping[str, CellFigures]) -> str:
                 continue
             before, after = cell.arms[base], cell.arms[arm]
             changes = changes_of(cell, base, arm)
+            served = f"{_workload(facts)}{company_of(facts['name'], arm)}"
             text.append(
-                f"| {facts['concurrency']} | {_workload(facts)} | {arm} | {before.ttft.value:.1f} → "
+                f"| {facts['concurrency']} | {served} | {arm} | {before.ttft.value:.1f} → "
                 f"{after.ttft.value:.1f} | {changes[0].value:+.1%} ± {changes[0].error:.1%}"
                 f"{'*' if changes[0].shown else ''} | "
                 + " | ".join(f"{one.value:+.1%}{'*' if one.shown else ''}" for one in changes[1:])
@@ -87,8 +88,7 @@ def _workload(facts: Mapping[str, Any]) -> str:
     beside = f", {facts['bystanders']} bystanders" if facts["bystanders"] else ""
     misses = f", 1 of {facts['miss_every']} misses" if facts["miss_every"] else ""
     tier = f", tier of {facts['tier_gb_per_s']:g} GB/s" if facts["tier_gb_per_s"] else ""
-    again = ", beside `before_batch`" if "_before_batch" in facts["name"] else ""
-    return f"{shape} → {facts['output']}{beside}{misses}{tier}{arriving(facts)}{again}"
+    return f"{shape} → {facts['output']}{beside}{misses}{tier}{arriving(facts)}"
 
 
 def differences(cells: Mapping[str, CellFigures]) -> Iterator[tuple[str, str, str, CellFigures]]:

@@ -22,7 +22,9 @@ SAME_RATIO: Final = 1.15
 
 LIMITS: Final = (SLOW_HOST, 1.5, 2.2, math.inf)
 """Of a quick look at a core, above which a repeat is set aside: the rule's, and others to see what hangs on it."""
-LIMITS_OF: Final = "c4_hit15360_new768_chunk256_two_gpus_full"
+FOUR_AT_ONCE: Final = tuple(f"c4_hit15360_new768_chunk256_two_gpus_{graphs}" for graphs in ("full", "prefill_graphs"))
+"""The cells of four at once that are looked into; in the second, prefills of half of the arms replay graphs too."""
+CHUNK_MAJOR_AND_CHOSEN: Final = (("chunk_full_graphs", "auto_full_graphs"), ("chunk_both_graphs", "auto_both_graphs"))
 
 _ON_TWO: Final = "_two_gpus"
 _ALIKE: Final = (
@@ -111,78 +113,84 @@ def _lines(two: Recorded, ones: Iterable[Recorded], arm: str) -> Iterable[Line]:
 
 
 def limits_table(runs: Mapping[str, Sequence[Row]]) -> str:
-    """What `auto` gains in the cell `LIMITS_OF` by where the limit lies above which repeats are set aside.
+    """What each arm that chooses gains in a cell of `FOUR_AT_ONCE` by the limit above which repeats are set aside.
 
     On two GPUs three threads must have quick cores at once, so that most repeats are.
 
     Args:
         runs: the lines of each, by its name; those without looks at the cores, or without the cell, are left out.
     """
-    having = {}
-    for name, rows in runs.items():
-        found = _repeats(rows)
-        if found and all("probe_us" in row for row in found):
-            having[name] = found
+    having = [
+        (name, rows, base, chosen)
+        for name, rows in ((name, _repeats(lines)) for name, lines in runs.items())
+        for base, chosen in CHUNK_MAJOR_AND_CHOSEN
+        if any(row["arm"] == chosen for row in rows) and all("probe_us" in row for row in rows)
+    ]
     text = [
-        "### what auto_full_graphs gains on two GPUs, by limit (repeats left)",
+        "### what is gained on two GPUs, by limit (repeats left)",
         "",
-        f"| limit | {' | '.join(having)} |",
+        f"| limit | {' | '.join(f'{name}, {chosen}' for name, _rows, _base, chosen in having)} |",
         f"|---|{'---|' * len(having)}",
     ]
     for limit in LIMITS if having else ():
-        gains = " | ".join(_gain_within(rows, limit) for rows in having.values())
+        gains = " | ".join(_gain_within(rows, base, chosen, limit) for _name, rows, base, chosen in having)
         text.append(f"| {'none' if limit == math.inf else limit} | {gains} |")
     return "\n".join(text) + "\n"
 
 
 def launches_table(runs: Mapping[str, Sequence[Row]]) -> str:
-    """What bounds a rank's prefill in the cell `LIMITS_OF`: how quick the cores were, and launching beside computing.
+    """What bounds a rank's prefill in a cell of `FOUR_AT_ONCE`: how quick cores were, launching beside computing.
 
-    Of the repeats that count: the slower look at each process's core, 0.7 ms on a quick one; of chunk-major prefills,
-    rank 0's thread from a step's begin until all is launched, and the step on the device, in the median and in the
-    quarters that were launched quickest and slowest.
+    Of the repeats that count: the slower look at each process's core, 0.7 ms on a quick one; of chunk-major prefills by
+    each arm's graphs, rank 0's thread from a step's begin until all is launched, and the step on the device, in the
+    median and in the quarters that were launched quickest and slowest.
 
     Args:
-        runs: the lines of each, by its name; those without the cell, or whose steps no device timed, are left out.
+        runs: the lines of each, by its name; arms of which no device timed four such steps are left out.
     """
     text = [
         "### what bounds a rank's prefill on two GPUs, medians",
         "",
-        "| run | cores, ms | launching → step, ms | quickest quarter | slowest quarter |",
-        "|---|---|---|---|---|",
+        "| run | arm | cores, ms | launching → step, ms | quickest quarter | slowest quarter |",
+        "|---|---|---|---|---|---|",
     ]
     for name, rows in runs.items():
         arms: dict[str, list[Row]] = {}
         for row in _repeats(rows):
             arms.setdefault(row["arm"], []).append(row)
         counting = kept(arms)
-        steps = sorted(
-            (step[1] / 1e3, step[5] / 1e3)
-            for row in counting.get("chunk_full_graphs", ())
-            for step in row["steps"]
-            if row["cell"]["new"] <= step[2] < row["cell"]["new"] + CONCURRENCY and step[5] is not None
-        )
-        if len(steps) < 4:
-            continue
         looks = [[max(us) for us in zip(*row["probe_us"], strict=True)] for group in counting.values()
                  for row in group if "probe_us" in row]  # fmt: skip
         cores = sorted(statistics.median(us) / 1e3 for us in zip(*looks, strict=True))
-        parts = (steps, steps[: len(steps) // 4], steps[-(len(steps) // 4) :])
-        medians = (" → ".join(f"{statistics.median(ms):.1f}" for ms in zip(*part, strict=True)) for part in parts)
         told = f"{cores[0]:.2f} to {cores[-1]:.2f}" if cores else "-"
-        text.append(f"| {name} | {told} | {' | '.join(medians)} |")
+        for arm, _chosen in CHUNK_MAJOR_AND_CHOSEN:
+            steps = _prefills_ms(counting.get(arm, ()))
+            if len(steps) < 4:
+                continue
+            parts = (steps, steps[: len(steps) // 4], steps[-(len(steps) // 4) :])
+            medians = (" → ".join(f"{statistics.median(ms):.1f}" for ms in zip(*part, strict=True)) for part in parts)
+            text.append(f"| {name} | {arm} | {told} | {' | '.join(medians)} |")
     return "\n".join(text) + "\n"
 
 
+def _prefills_ms(rows: Iterable[Row]) -> list[tuple[float, float]]:
+    """Launching and the step of each prefill, beside at most the others' decoding; launched quickest first."""
+    return sorted(
+        (step[1] / 1e3, step[5] / 1e3)
+        for row in rows
+        for step in row["steps"]
+        if row["cell"]["new"] <= step[2] < row["cell"]["new"] + CONCURRENCY and step[5] is not None
+    )
+
+
 def _repeats(rows: Sequence[Row]) -> list[Row]:
-    return [row for row in rows if row["kind"] == "repeat" and row["cell"]["name"] == LIMITS_OF]
+    return [row for row in rows if row["kind"] == "repeat" and row["cell"]["name"] in FOUR_AT_ONCE]
 
 
-def _gain_within(rows: Sequence[Row], limit: float) -> str:
+def _gain_within(rows: Sequence[Row], chunk_major: str, chosen: str, limit: float) -> str:
     slow = slow_of(rows, host_measures, limit)
     base, mine = (
-        [ttft_ms(row) for row in rows if row["arm"] == f"{arm}_full_graphs" and id(row) not in slow]
-        for arm in ("chunk", "auto")
+        [ttft_ms(row) for row in rows if row["arm"] == arm and id(row) not in slow] for arm in (chunk_major, chosen)
     )
     if not base or not mine:
         return "-"

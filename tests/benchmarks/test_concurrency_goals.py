@@ -51,6 +51,20 @@ def said(rows: list[dict[str, Any]], verdicts: Any = None) -> dict[str, tuple[st
 ONE = "c1_hit15360_new768_chunk256"
 
 
+def test_the_same_arm_beside_prefills_graphs_is_told_from_that_of_its_own_cell() -> None:
+    graphs = {f"{arm}_{kind}_graphs": ttft for kind in ("full", "both") for arm, ttft in (("chunk", 100), ("auto", 50))}
+    rows = [*run(f"{ONE}_full", {"chunk_full_graphs": 100, "auto_full_graphs": 55}), *run(f"{ONE}_both", graphs)]
+    found = {what: measured for what, (measured, _state) in said(rows).items() if what.startswith("C = 1, new = 768")}
+    assert {what.partition(", auto_")[2]: measured.split(" ")[0] for what, measured in found.items()} == {
+        "full_graphs": "-45.0%", "full_graphs, beside prefills' graphs": "-50.0%", "both_graphs": "-50.0%",
+    }  # fmt: skip
+    served = [line.split(" | ")[1:3] for line in gains_table(figures_of(rows)).splitlines()[4:]]
+    assert sorted(served) == [
+        ["100 + 10 → 50", "auto_both_graphs"], ["100 + 10 → 50", "auto_full_graphs"],
+        ["100 + 10 → 50, beside prefills' graphs", "auto_full_graphs"],
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("ttft", "state"), [(60.0, "reached"), (62.0, "missed")])
 def test_a_goal_is_reached_or_missed_by_what_is_shown(ttft: float, state: str) -> None:
     measured, found = said(run(ONE, {"chunk_bounded": 100, "fifo_first": 58, "auto": ttft}))["C = 1, new = 768, auto"]
@@ -167,8 +181,8 @@ def test_of_several_commits_each_cell_is_of_the_last_run_that_has_it() -> None:
     assert commits_of([old, new]) == {"a": "bbbbbbb", "b": "aaaaaaa"}
     lines = choices_table(cells, commits_of([old, new])).splitlines()
     assert lines[4:] == [
-        "| a | bbbbbbb | 55.0 | - | - | - | - |",
-        "| b | aaaaaaa | 70.0 | -12.5% (fifo_first) | - | - | - |",
+        "| a | auto | bbbbbbb | 55.0 | - | - | - | - |",
+        "| b | auto | aaaaaaa | 70.0 | -12.5% (fifo_first) | - | - | - |",
     ]
 
 
@@ -195,7 +209,7 @@ def test_what_auto_foresaw_counts_from_the_same_moment_as_the_time_to_first_toke
     arm = figures_of(rows)["a"].arms["auto"]
     assert (arm.predicted_ms, arm.predicted_regret) == (pytest.approx(43.5), pytest.approx(0.05)), "4 ms till asked"
     row = choices_table(figures_of(rows), {"a": "abc"}).splitlines()[4]
-    assert row == "| a | abc | 50.0 | - | 43.5 | 87% | 5.0% |"
+    assert row == "| a | auto | abc | 50.0 | - | 43.5 | 87% | 5.0% |"
 
 
 def test_each_run_is_told_by_itself() -> None:

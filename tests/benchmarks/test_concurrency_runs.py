@@ -116,6 +116,21 @@ def test_a_cell_of_full_again_beside_before_batch_is_a_run_of_it() -> None:
     assert over_runs([(FIRST, full(50.0, "full")), (SECOND, full(52.0, "bystanders_full"))]) == {}
 
 
+def test_a_cell_of_other_graphs_too_is_a_run_of_each_arm_that_it_has() -> None:
+    def beside(full: float, both: float) -> dict[str, Any]:
+        arms = {"chunk_full_graphs": 100, "auto_full_graphs": full, "chunk_both_graphs": 90, "auto_both_graphs": both}
+        rows = run(f"{ONE}_both", arms)
+        return figures_of(spread(spread(rows, "auto_full_graphs", 1.0), "auto_both_graphs", 1.0))
+
+    alone = figures_of(spread(run(f"{ONE}_full", {"chunk_full_graphs": 100, "auto_full_graphs": 50}),
+                              "auto_full_graphs", 1.0))  # fmt: skip
+    lines = over_runs([(FIRST, alone), (SECOND, beside(52.0, 45.0)), (THIRD, beside(52.0, 36.0))])
+    assert set(lines) == {"C = 1, new = 768, auto_full_graphs", "C = 1, new = 768, auto_both_graphs"}
+    full, both = (lines[f"C = 1, new = 768, auto_{kind}_graphs"].measured for kind in ("full", "both"))
+    assert f"-50.0% ± 0.6% ({FIRST}), -48.0% ± 0.6% ({SECOND}), -48.0% ± 0.6% ({THIRD})" in full
+    assert both.startswith("-55.0% ± 5.0% of -50.0% ")
+
+
 def test_one_run_one_repeat_or_another_auto_says_nothing_of_several() -> None:
     once = figures_of([row for row in run(ONE, {"chunk_bounded": 100, "auto": 50}) if row["repeat"] == 0])
     for runs in ([(FIRST, at(50.0))], [(FIRST, at(50.0)), (SECOND, once)], [(FIRST, at(50.0)), ("4b1f1f9", at(50.0))]):
