@@ -50,7 +50,7 @@ def before_batch(now: Cells, two: Cells) -> list[str]:
 
 def ranks(each: Sequence[Cells], one: Cells) -> list[str]:
     """Of the runs of two GPUs in their order, the first of which has one user, and of one GPU's newest recordings."""
-    _alone, quick, *_busy, busiest = (cells[TWO].alone for cells in each)
+    _alone, quick, *_busy, busiest = (cells[TWO].alone for cells in each if TWO in cells)
     single = _ms(each[0][TWO.replace("c4_", "c1_")].alone.prefill_ms)
     mine, theirs = (_ms(one[name].alone.prefill_ms) for name in ("c1_hit15360_new768_chunk256_full", CELL(1, 768)))
     assert (round(mine / 2), round(theirs / 2)) == (15, 16)

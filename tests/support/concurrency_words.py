@@ -12,7 +12,7 @@ from concurrency.rules import Change, Mean, change_of
 Cells = Mapping[str, CellFigures]
 AUTO, FIFO = "auto_full_graphs", "fifo_full_graphs"
 NAME = "c{}_hit15360_new{}_chunk256_full".format
-RUNS = {"2": "two", "3": "three", "4": "four"}
+NUMBERS = {"2": "two", "3": "three", "4": "four", "5": "five", "6": "six"}
 SLOW_TIER = "c4_hit15360_new768_chunk256_tier5_full"
 
 
@@ -93,25 +93,33 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
     assert bound.last_layer_ms
     transfer_ms, prefill_ms = small.cell.alone
     assert transfer_ms
+    joined = sum(arm.choices.get("sync", 0) for name, cell in now.items() if cell.cell["new"] in (256, 768)
+                 and not re.search("open|tier|misses|mixed|out50", name)
+                 for arm in [cell.arms.get(AUTO)] if arm is not None)  # fmt: skip
     decoding = "bystanders' TPOT, auto_full_graphs, 9 arrivals/s"
     wanted = 0.55 * small.base.ttft.value
     counted_anew = tier5.arm().choices["off"], sum(tier5.arm().choices.values())
+
+    def many_runs(what: str) -> str:
+        return NUMBERS[over[f"{what}, {AUTO}"].what.split()[-2]]
+
     return [
         f"768 new: {one.percent()} ({one.pair}), {-one.change().value / ceiling:.0%} of what overlap can save; whole "
         f"answers {one.percent('e2e')}.",
         f"{four.percent()} with 768 new ({four.pair}; whole answers {four.percent('e2e')}, throughput "
         f"{four.percent('requests_per_s')}) and {large.percent()} with 2,048 ({large.pair}).",
-        f"With 256 new {together['C = 4, new = 256, auto_full_graphs']} over "
-        f"{RUNS[over['C = 4, new = 256, auto_full_graphs'].what.split()[-2]]} runs",
+        f"With 256 new {together['C = 4, new = 256, auto_full_graphs']} over {many_runs('C = 4, new = 256')} runs",
         f"{small_quiet.percent()} against a baseline of {small_quiet.base.ttft.value:.1f} ms",
         f"{together['C = 8, new = 768, auto_full_graphs']} over two runs",
-        f"Over three runs it is {together['C = 1, new = 768, auto_full_graphs']}, too near the aim",
-        f"Over two runs the former is {together['C = 4, new = 768, auto_full_graphs']}.",
+        f"Over {many_runs('C = 1, new = 768')} runs it is {together['C = 1, new = 768, auto_full_graphs']}, too near "
+        "the aim",
+        f"Over {many_runs('C = 4, new = 768')} runs the former is {together['C = 4, new = 768, auto_full_graphs']}.",
         f"two at once {pair.percent()}, sixteen {many.percent()}",
         f"{mean(others)} behind in the mean over {len(others)} cells",
         f"{' and '.join(f'{value:.1%}' for value in sorted(beyond.values()))} behind",
         f"{together[decoding]} a token over two runs",
-        f"{both.percent()} at four at once ({both.pair})",
+        f"{both.percent()} ({both.pair}) on the busiest host",
+        f"early for all with 256 and 768 new but {NUMBERS[str(joined)]}.",
         f"{tier20.percent()} at 20 GB/s, {regrets['c4_hit15360_new768_chunk256_tier20_full']:.1%} behind one request "
         f"after another in first tokens and ahead of it in whole answers ({tier20.percent('e2e')} and "
         f"{tier20.percent('e2e', FIFO)})",
@@ -182,12 +190,12 @@ def ranges(sections: Mapping[str, Sequence[str]]) -> list[str]:
              and not re.search("open|misses", row[3])]  # fmt: skip
     original = [row for row in auto if row[1].startswith(("12,288", "14,336"))]
     (wrong,) = (row[2].partition(";")[0] for row in rows["Goals and what was measured"] if row[0] == "wrong answers")
-    against = [(row[0], float(row[3].split("%")[0])) for row in rows["`auto`"] if row[3] != "-"]
-    closed = [-value for name, value in against if name.startswith(("c4", "c8")) and name.endswith("_full")
+    against = [(row[0], float(row[4].split("%")[0])) for row in rows["`auto`"] if row[4] != "-"]
+    closed = [-value for name, value in against if name.startswith(("c4", "c8")) and name.endswith(("_full", "_both"))
               and not re.search(r"open|tier|misses", name)]  # fmt: skip
     alone = [value for name, value in against if name.startswith("c1_")]
-    foreseen = [int(row[5].rstrip("%")) for row in rows["`auto`"] if row[0].startswith(("c4", "c8"))
-                and row[5] != "-" and not re.search(r"tier|misses", row[0])]  # fmt: skip
+    foreseen = [int(row[6].rstrip("%")) for row in rows["`auto`"] if row[0].startswith(("c4", "c8"))
+                and row[6] != "-" and not re.search(r"tier|misses", row[0])]  # fmt: skip
     return [
         f"shorter in {len(shorter)} of {len(auto)} cells, {span(shorter)};",
         f"higher in {len(quicker)}, by {span(quicker).split(' ')[0]} or more",

@@ -8,8 +8,8 @@ from typing import Any
 from concurrency.figures import CellFigures
 from concurrency.rules import Change, change_of
 
-FOUR, ONE, BESIDE, BESIDE_ONE = (
-    f"c{users}_hit15360_new768_chunk256_{group}" for group in ("finding", "beside") for users in (4, 1)
+FOUR, ONE, BESIDE, BESIDE_ONE, SHARED, _SHARED_ONE = (
+    f"c{users}_hit15360_new768_chunk256_{group}" for group in ("finding", "beside", "beside_mps") for users in (4, 1)
 )
 ORIGINAL, FIFO_LIKE_IT = "interleaved_deep_no_turns", "fifo_deep_no_turns"
 LOOKED_SLOW = 1.3
@@ -58,13 +58,16 @@ def how(*changes: Change) -> str:
 
 
 def finding(cells: Mapping[str, CellFigures]) -> list[str]:
-    """Of the newest recordings of the groups `finding` and `beside`."""
-    four, one, beside, beside_one = (Cell(cells[name]) for name in (FOUR, ONE, BESIDE, BESIDE_ONE))
+    """Of the newest recordings of the groups `finding`, `beside` and `beside_mps`."""
+    four, one, beside, beside_one, shared = (Cell(cells[name]) for name in (FOUR, ONE, BESIDE, BESIDE_ONE, SHARED))
     chunk = "chunk_bounded"
-    throughput = [
-        f"{beside.change(f'{arm}_beside', than, 'requests_per_s').value:+.1%}"
-        for arm, than in (("chunk", chunk), ("fifo", "fifo_first"))
-    ]
+    throughput, of_shared = (
+        [
+            f"{cell.change(f'{arm}_beside', than, 'requests_per_s').value:+.1%}"
+            for arm, than in (("chunk", chunk), ("fifo", "fifo_first"))
+        ]
+        for cell in (beside, shared)
+    )
     return [
         f"the baseline drifted by {one.figures.drift:.1%} and, beside the second process, by "
         f"{beside_one.figures.drift:.1%}",
@@ -99,7 +102,17 @@ def finding(cells: Mapping[str, CellFigures]) -> list[str]:
         f"chunk-major {beside.ms(chunk)} to {beside.ms('chunk_beside')} ms, one request after another "
         f"{beside.ms('fifo_first')} to {beside.ms('fifo_beside')}, throughput {' and '.join(throughput)}. Beside it "
         f"layer by layer is still sooner, by {-beside.change('fifo_beside', 'chunk_beside').value:.1%}.",
+        f"chunk-major {shared.ms(chunk)} to {shared.ms('chunk_beside')} ms, one request after another "
+        f"{shared.ms('fifo_first')} to {shared.ms('fifo_beside')}, throughput {' and '.join(of_shared)}. Layer by "
+        f"layer is sooner by {shared.percent('fifo_beside', 'chunk_beside').lstrip('-')}, {_still(shared)}",
     ]
+
+
+def _still(shared: Cell) -> str:
+    """What is known of layer by layer beside a second process through MPS."""
+    change = shared.change("fifo_beside", "chunk_beside")
+    assert not change.shown
+    return how(change)
 
 
 def slow_share(rows: Sequence[Mapping[str, Any]]) -> float:
