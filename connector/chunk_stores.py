@@ -3,22 +3,46 @@
 A chunk can be complete only once its request's blocks reach to its end, and once so many tokens were computed. So a
 request is looked at when it gets blocks, and when as many have been computed in the meantime as its next chunk lacks: a
 step that merely goes on looks at nobody.
+
+Chunks that find no room are tried again, from the first of them on, while their request runs: with its next chunk, and
+after 1, 2, 4 and at most 64 steps. What a request leaves behind without room, the next that holds the prefix stores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from typing import Any
+from typing import Any, Final
 
 from lamella.connector.batch_blocks import BatchBlocks, Scheduled, StepBatch
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.loads import Kind, OpenStore, Work, WorkBook
-from lamella.connector.objects import Objects
+from lamella.connector.objects import Objects, Refusal
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.step_orders import StoreOrder
+
+_LONGEST_PAUSE: Final = 64
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Chunks of a request that found no room.
+
+    Attributes:
+        end: chunks that were tried, from the request's first that is not kept on.
+        counted_end: those of them that were counted as without room.
+        counted: as so many stores.
+        pause: steps between the last try and the next.
+        next_try: the step of that.
+    """
+
+    end: int = 0
+    counted_end: int = 0
+    counted: int = 0
+    pause: int = 0
+    next_try: int = 0
 
 
 class ChunkStores:
@@ -62,10 +86,13 @@ class ChunkStores:
         self._passed = 0  # tokens that a request can have computed at most, had it been in every step
         self._look_at: dict[str, int] = {}  # when `_passed` is that much, a request can have completed its next chunk
         self._next_looks: list[tuple[int, str]] = []  # the same as a heap, with those that do not count any more
+        self._waiting: dict[str, _Waiting] = {}
+        self._steps = self._next_try = 0
 
     def has_kept(self, name: str, num_chunks: int) -> None:
         """So many of the request's chunks came from where they are kept."""
         self._kept_chunks[name] = num_chunks
+        self._waiting.pop(name, None)
 
     def conflicts(self, batch: StepBatch, loaded: Iterable[Iterable[int]]) -> tuple[int, ...]:
         """Stores whose blocks this step writes: their requests were preempted, or lost blocks to a window.
@@ -89,6 +116,9 @@ class ChunkStores:
             look, name = heappop(self._next_looks)
             if self._look_at.get(name) == look:
                 names = [*names, name]
+        self._steps += 1
+        if self._waiting and self._next_try <= self._steps:
+            names = [*names, *(name for name, one in self._waiting.items() if one.next_try <= self._steps)]
         orders: list[StoreOrder] = []
         for name in dict.fromkeys(names):
             one, request = batch.of(name), self._requests.get(name)
@@ -99,9 +129,13 @@ class ChunkStores:
                 self._look(name, self._passed + 1)
                 continue
             orders += self._of_request(one)
-            end = (self._kept_chunks.get(name, 0) + 1) * self._facts.space.chunk_tokens
+            waiting = self._waiting.get(name)
+            tried = self._kept_chunks.get(name, 0) if waiting is None else waiting.end
+            end = (tried + 1) * self._facts.space.chunk_tokens
             if self._blocks.num_tokens(name) >= end:
                 self._look(name, self._passed + max(1, end - one.end))
+        if self._waiting:
+            self._next_try = min(one.next_try for one in self._waiting.values())
         return tuple(orders)
 
     def _look(self, name: str, when: int) -> None:
@@ -112,17 +146,36 @@ class ChunkStores:
         """Orders for its chunks that are complete with this step and not kept yet."""
         request, size = self._requests[one.request], self._facts.space.chunk_tokens
         first, end = self._kept_chunks.get(one.request, 0), min(one.end, request.num_tokens) // size
-        if end <= first:
+        waiting = self._waiting.get(one.request)
+        if end <= first or (waiting is not None and end <= waiting.end and self._steps < waiting.next_try):
             return []
         keys = self._keys.keys(request, end * size)
         blocks = self._blocks.tables(one.request, end * size)
         if len(keys) < end or blocks is None:
             return []
+        taken = self.objects.reserve(one.request, keys, first, blocks, self._take_number)
         self._kept_chunks[one.request] = end
-        orders = self.objects.reserve(one.request, keys, first, blocks, self._take_number)
-        if orders is None:
+        if taken.refusal is not None:
+            self._refused(one.request, end, taken.refusal)
+            if taken.refusal.may_pass:
+                self._kept_chunks[one.request] = taken.orders[-1].num_tokens // size if taken.orders else first
+        elif waiting is not None:
+            del self._waiting[one.request]
+            self._metrics.count("stores_after_waiting", waiting.counted)
+        return [order for found in taken.orders if (order := self._begin(found)) is not None]
+
+    def _refused(self, name: str, end: int, refusal: Refusal) -> None:
+        """The request's chunks up to `end` are not all stored: they wait, or are given up."""
+        waiting = self._waiting.pop(name, None) or _Waiting()
+        if end > waiting.counted_end and refusal is not Refusal.NO_ANSWER:
+            waiting.counted_end = end
+            waiting.counted += 1
             self._metrics.count("stores_without_room")
-        return [order for found in orders or () if (order := self._begin(found)) is not None]
+        if refusal.may_pass:
+            waiting.end = max(waiting.end, end)
+            waiting.pause = min(max(1, 2 * waiting.pause), _LONGEST_PAUSE)
+            waiting.next_try = self._steps + waiting.pause
+            self._waiting[name] = waiting
 
     def _begin(self, order: StoreOrder) -> StoreOrder | None:
         blocks = self._blocks.tables(order.request, order.num_tokens)
@@ -158,3 +211,4 @@ class ChunkStores:
         """The request is gone; its stores go on."""
         self._kept_chunks.pop(name, None)
         self._look_at.pop(name, None)
+        self._waiting.pop(name, None)

@@ -6,9 +6,10 @@ reserve ──► store_ended, or drop      nobody finds what is reserved before
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_orders import BlockTables, FetchOrder, LoadOrder, StepReport, StoreOrder
@@ -16,6 +17,29 @@ from lamella.connector.tier_prefetch import RankObjects, TierPrefetch
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.slot_index import SlotIndex
 from lamella.reference.keys import ChunkKey
+
+
+class Refusal(enum.Enum):
+    """Why chunks are not stored."""
+
+    NO_ROOM = "every slot is in use now"
+    NO_HEAD = "what comes before them is gone, so that they could never be hit"
+    NO_ANSWER = "who keeps them did not answer"
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether the same chunks may be taken later."""
+        return self is not Refusal.NO_HEAD
+
+
+class Taken(NamedTuple):
+    """What `Objects.reserve` gave: orders in a prompt's order, and why what comes behind the last of them was refused.
+
+    Without a refusal every chunk that was named is kept, or is being stored by these orders or by others.
+    """
+
+    orders: list[StoreOrder]
+    refusal: Refusal | None = None
 
 
 class Objects(Protocol):
@@ -48,10 +72,8 @@ class Objects(Protocol):
         first_chunk: int,
         blocks: BlockTables,
         take_number: Callable[[], int],
-    ) -> list[StoreOrder] | None:
-        """Orders to store those of the chunks that are not kept yet; None: they are not stored.
-
-        There is no room for them now, or what comes before them is gone, so that they could never be hit.
+    ) -> Taken:
+        """Orders to store those of the chunks that are not kept yet, and why others are not stored.
 
         Args:
             request: its name.
@@ -151,14 +173,14 @@ class PoolObjects:
         first_chunk: int,
         blocks: BlockTables,
         take_number: Callable[[], int],
-    ) -> list[StoreOrder] | None:
+    ) -> Taken:
         """As `Objects.reserve`."""
         wanted, after = keys[first_chunk:], keys[first_chunk - 1] if first_chunk else None
         if self._tier is None and not self.index.is_whole(after):
-            return None
+            return Taken([], Refusal.NO_HEAD)
         reserved = self.index.reserve(wanted, after)
         if reserved is None:
-            return None
+            return Taken([], Refusal.NO_ROOM)
         place = {key: first_chunk + offset for offset, key in enumerate(wanted)}
         runs: list[list[tuple[int, int, ChunkKey]]] = []
         for key, slot in zip(reserved.keys, reserved.slots, strict=True):
@@ -174,7 +196,7 @@ class PoolObjects:
             number = take_number()
             self._storing[number] = False
             orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, own))
-        return orders
+        return Taken(orders)
 
     def drop(self, order: StoreOrder) -> None:
         """As `Objects.drop`."""

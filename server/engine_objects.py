@@ -17,6 +17,7 @@ from typing import Any, Final, TypeVar
 
 import lamella
 from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.objects import Refusal, Taken
 from lamella.connector.step_orders import BlockTables, FetchOrder, LoadOrder, StepReport, StoreOrder
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.reference.keys import ChunkKey
@@ -94,7 +95,7 @@ class EngineObjects:
         self._asked: dict[str, _Asked] = {}
         self._tier_since_ns: dict[str, int] = {}
         self._late: tuple[int, Future[Any]] | None = None
-        self._refused = False
+        self._refusal: Refusal | None = None  # of the reservation under way
 
     # ---- reading
 
@@ -176,13 +177,13 @@ class EngineObjects:
         first_chunk: int,
         blocks: BlockTables,
         take_number: Callable[[], int],
-    ) -> list[StoreOrder] | None:
+    ) -> Taken:
         """As `Objects.reserve`: slots on every rank that lacks a chunk."""
         if self._session.is_lost:
-            return []
-        self._refused = False
+            return Taken([], Refusal.NO_ANSWER)
+        self._refusal = None
         orders = allocate(self, request, keys, blocks, first_chunk, self._chunk_tokens, EVERY_RANK, take_number)
-        return None if self._refused and not orders else list(orders)
+        return Taken([*orders], self._refusal)
 
     @property
     def epoch(self) -> Epoch:
@@ -197,12 +198,17 @@ class EngineObjects:
         rank: int = EVERY_RANK,
         epoch: Epoch | None = None,
     ) -> Stored:
-        """As `Allocator.allocate`; what is not answered in time is not stored."""
-        epoch = epoch or self._session.epoch
-        message = allocation(epoch.registered.session, keys, first_chunk, rank)
-        stored = self._ask(message, Stored) or Stored(0, (), False, False, "", 0, 0)
-        self._refused |= stored.no_room or stored.no_head
-        return stored
+        """As `Allocator.allocate`; what is not answered in time is not stored, nor what comes behind a refusal."""
+        if self._refusal is None:
+            epoch = epoch or self._session.epoch
+            stored = self._ask(allocation(epoch.registered.session, keys, first_chunk, rank), Stored)
+            if stored is None:
+                self._refusal = Refusal.NO_ANSWER
+            elif stored.no_room or stored.no_head:
+                self._refusal = Refusal.NO_ROOM if stored.no_room else Refusal.NO_HEAD
+            else:
+                return stored
+        return Stored(0, (), False, False, "", 0, 0)
 
     def abort(self, lease: int, rank: int = EVERY_RANK) -> None:
         """As `Allocator.abort`."""

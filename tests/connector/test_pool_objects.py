@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from lamella.connector.objects import PoolObjects
+from lamella.connector.objects import PoolObjects, Refusal, Taken
 from lamella.connector.step_orders import Ended, LoadOrder, StepReport, StoreOrder
 from lamella.reference.keys import ChunkKey
 from prefix_model import Prefix, prefixes
@@ -42,7 +42,7 @@ class Pool:
         self.objects.index.add_slots(0, num_slots)
         self._numbers = count()
 
-    def reserve(self, document: int, first: int, end: int) -> list[StoreOrder] | None:
+    def reserve(self, document: int, first: int, end: int) -> Taken:
         """Orders to store these chunks."""
         return self.objects.reserve("r", alone(document, end), first, (), lambda: next(self._numbers))
 
@@ -50,9 +50,8 @@ class Pool:
         """Chunks up to each of `ends` in turn, as a prompt computed in so many steps; one store may fail."""
         kept = 0
         for step, end in enumerate(ends):
-            orders = self.reserve(document, kept, end)
             ok = step != fails_at
-            for order in orders or ():
+            for order in self.reserve(document, kept, end).orders:
                 self.objects.store_ended(order, ok=ok)
             kept = end if ok else kept
 
@@ -94,8 +93,8 @@ def test_a_prompt_longer_than_the_pool_does_not_drive_out_its_own_head(num_slots
 def test_the_head_stays_while_its_tail_is_written() -> None:
     pool = Pool(3)
     pool.store(0, [1])
-    (tail,) = pool.reserve(0, 1, 3) or ()
-    assert pool.reserve(1, 0, 1) is None, "there is no room, whoever asks"
+    (tail,) = pool.reserve(0, 1, 3).orders
+    assert pool.reserve(1, 0, 1) == ([], Refusal.NO_ROOM), "whoever asks"
     pool.objects.store_ended(tail, ok=True)
     assert pool.objects.index.leading_hits(alone(0, 3)) == 3
 
@@ -111,7 +110,7 @@ def test_a_tail_that_was_loaded_behind_the_engines_own_hit_leaves_before_its_hea
 def test_a_tail_that_a_file_tier_has_kept_leaves_before_its_head() -> None:
     pool = Pool(4, keeps_files=True)
     for number, (first, end) in enumerate([(0, 2), (2, 4)]):
-        (order,) = pool.reserve(0, first, end) or ()
+        (order,) = pool.reserve(0, first, end).orders
         pool.objects.store_ended(order, ok=True)
         pool.objects.take_in(StepReport(puts={number: Ended(1, True)}))
     pool.store(1, [1])
@@ -120,9 +119,9 @@ def test_a_tail_that_a_file_tier_has_kept_leaves_before_its_head() -> None:
 
 def test_a_failed_store_is_tried_again_though_a_rank_still_makes_a_file_of_its_share() -> None:
     pool = Pool(4, keeps_files=True, num_ranks=2)
-    (failed,) = pool.reserve(0, 0, 2) or ()
+    (failed,) = pool.reserve(0, 0, 2).orders
     pool.objects.store_ended(failed, ok=False)
-    (again,) = pool.reserve(0, 0, 2) or ()
+    (again,) = pool.reserve(0, 0, 2).orders
     assert set(again.slots).isdisjoint(failed.slots), "its file is made of these"
     pool.objects.take_in(StepReport(puts={failed.number: Ended(2, False)}))
     assert pool.objects.index.occupancy().free == 2
@@ -134,7 +133,7 @@ def test_a_prompt_that_grows_lies_side_by_side_though_others_store_too() -> None
     for document, num_chunks in enumerate([2, 4, 1]):
         pool.store(document, [num_chunks])
     pool.objects.index.discard(alone(1, 4))  # four slots right behind it are free, and two that would fit better
-    (order,) = pool.reserve(0, 2, 4) or ()
+    (order,) = pool.reserve(0, 2, 4).orders
     assert order.slots == (2, 3)
     pool.objects.drop(order)
 
@@ -155,7 +154,7 @@ def looks_of_a_step(num_chunks: int) -> int:
     keys = [CountedKey(b"space", number.to_bytes(4, "little"), CHUNK_TOKENS) for number in range(num_chunks + 4)]
     for first, end in ((0, num_chunks), (num_chunks, num_chunks + 4)):
         CountedKey.times = 0
-        (order,) = pool.objects.reserve("r", keys[:end], first, (), lambda: 0) or ()
+        (order,) = pool.objects.reserve("r", keys[:end], first, (), lambda: 0).orders
         pool.objects.store_ended(order, ok=True)
     return CountedKey.times
 
@@ -205,13 +204,13 @@ class PoolObjectsMachine(RuleBasedStateMachine):
         end = min(len(document), first + size)
         if end == first:
             return
-        found = self.pool.objects.reserve("r", keys_of(document[:end]), first, (), lambda: next(self.numbers))
+        found = self.pool.objects.reserve("r", keys_of(document[:end]), first, (), lambda: next(self.numbers)).orders
         self.kept[document] = end
-        self.stores += found or ()
+        self.stores += found
         whole = all(self.holds(chunk) for chunk in prefixes(document[:first]))
         assert whole or not found, "a tail whose head is gone could never be hit"
         read = {slot for order, _left in self.puts.values() for slot in order.slots}
-        for order in found or ():
+        for order in found:
             assert read.isdisjoint(order.slots), "a tier still reads what another store would write"
             if self.pool.keeps_files:
                 self.puts[order.number] = order, self.num_ranks

@@ -261,11 +261,11 @@ def test_a_chunk_in_the_middle_that_is_kept_already_is_not_stored_again(engine: 
     from lamella.server.sequences import SharedStore
 
     keys = engine.side._keys.keys(Request("x", TOKENS), len(TOKENS))
-    (head,) = engine.objects.reserve("h", keys[:1], 0, (HERE,), engine.side._number) or ()
-    (middle,) = engine.objects.reserve("m", keys[:2], 1, (HERE,), engine.side._number) or ()
+    (head,) = engine.objects.reserve("h", keys[:1], 0, (HERE,), engine.side._number).orders
+    (middle,) = engine.objects.reserve("m", keys[:2], 1, (HERE,), engine.side._number).orders
     assert isinstance(middle, SharedStore)
     engine.objects.drop(head)
-    orders = engine.objects.reserve("r", keys, 0, (HERE,), engine.side._number) or []
+    orders = engine.objects.reserve("r", keys, 0, (HERE,), engine.side._number).orders
     assert [(order.first_chunk, order.num_tokens // CHUNK) for order in orders] == [(0, 1), (2, 4)]
     for order in (middle, *orders):
         engine.objects.drop(order)
