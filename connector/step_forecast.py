@@ -112,3 +112,15 @@ class StepForecast:
             )
         if observed.steps:
             self.correction = self.correction.after_steps(observed.step_expected_ns, observed.step_ns, observed.steps)
+
+
+def forecast_if_needed(settings: ConnectorSettings, facts: EngineFacts) -> StepForecast | None:
+    """The forecast of an engine whose settings need one.
+
+    Raises:
+        ValueError: a profile that cannot be read, needed or not: it stops an engine as any wrong setting does.
+    """
+    if settings.needs_forecast:
+        return StepForecast(settings, facts)
+    read_profile(settings.profile)
+    return None

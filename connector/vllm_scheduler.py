@@ -22,7 +22,7 @@ from lamella.connector.loads import Kind, OpenLoad, Work, WorkBook, ended_by_its
 from lamella.connector.objects import Objects, PoolObjects
 from lamella.connector.request_keys import RequestKeys
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
-from lamella.connector.step_forecast import StepForecast, read_profile
+from lamella.connector.step_forecast import forecast_if_needed
 from lamella.connector.step_orders import LoadOrder, StepOrders, StepReport, StepWeights
 from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_settings import ConnectorSettings
@@ -58,10 +58,7 @@ class SchedulerSide:
         self.book = WorkBook(facts.num_ranks, rules)
         self.metrics = Metrics()
         self._auto = AutoChoice(settings, facts, self.metrics) if settings.is_auto else None
-        self._forecast = self._auto.forecast if self._auto is not None else None
-        if self._forecast is None and settings.needs_forecast:
-            self._forecast = StepForecast(settings, facts)
-        read_profile(settings.profile)  # a wrong one stops an engine that does not need it, as any setting does
+        self._forecast = self._auto.forecast if self._auto is not None else forecast_if_needed(settings, facts)
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
         self._pool: Any = None  # the engine's block pool
@@ -365,8 +362,7 @@ class SchedulerSide:
         if (self._loads or self._bad_blocks) and self._rules.evict_on_abort and not ended_by_itself(request):
             doubtful = self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
             self._evict(self._blocks.computed_over(doubtful, name))  # its own loads and others': it may have shared
-        held = self.book.request_ended(name)
-        if held:
+        if held := self.book.request_ended(name):
             self.metrics.count("holds")
         for forget in (self._keys.forget, self._blocks.forget, self._failed.discard, self.stores.forget):
             forget(name)
@@ -382,9 +378,10 @@ class SchedulerSide:
         """Whether something is in flight whose end a step must take in."""
         return bool(self.book.num_open or self.objects.num_open)
 
-    def reset(self) -> bool:
-        """Whether every readable object is forgotten, those in use once nobody uses them; others may share them."""
-        return self.objects.reset()
+    def reset(self) -> None:
+        """Nothing stored until now is found again, not even where others go on finding it (`RequestKeys.renew`)."""
+        self._keys.renew()
+        self.objects.reset()
 
     def close(self) -> None:
         """Threads and connections end."""

@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 
 from connector.test_quiet_steps import Engine
 from connector.test_vllm_scheduler import Request, done
+from lamella.connector import step_forecast
 from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.release_look import may_run
-from lamella.connector.step_forecast import StepForecast
+from lamella.connector.step_forecast import StepForecast, read_profile
 from lamella.connector.step_orders import Ended, LoadPlan, Observed, StepOrders, StepReport
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
@@ -188,7 +189,23 @@ def test_loads_in_one_slice_behind_a_device_that_always_computes_put_the_link_ri
     assert forecast.correction.wire == pytest.approx(sorted((1.0, *within))[1], rel=0.2)
 
 
-@pytest.mark.parametrize("settings", [{"layers_per_slice": 1}, {}, {"layers_per_slice": 1, "release": "jit"}])
+SETTINGS: list[dict[str, object]] = [
+    {"layers_per_slice": 1},
+    {},
+    {"layers_per_slice": 1, "release": "jit"},
+    {"layers_per_slice": "auto"},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_a_profile_is_read_once_whoever_needs_it(settings: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    monkeypatch.setattr(step_forecast, "read_profile", lambda name: (read.append(name), read_profile(name))[1])
+    SchedulerSide(ConnectorSettings.from_mapping(settings), FACTS)
+    assert read == ["h200-llama-3.1-8b"]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_a_profile_that_is_none_stops_an_engine_whether_it_is_needed_or_not(settings: dict[str, object]) -> None:
     named = ConnectorSettings.from_mapping({**settings, "profile": "h100"})
     with pytest.raises(ValueError, match=r"profile 'h100' cannot be used: .*h200-llama-3\.1-8b"):

@@ -19,7 +19,7 @@ from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES
 from lamella.connector.slice_width import choose_width
-from lamella.connector.step_forecast import StepForecast
+from lamella.connector.step_forecast import forecast_if_needed
 from lamella.connector.step_orders import LoadOrder
 from lamella.connector.vllm import LamellaConnector
 from lamella.connector.worker_loads import Load
@@ -349,10 +349,9 @@ class LiveEngine(EngineParts):
         )
         choice = choose_width(settings.layers_per_slice, worker.caches.layout)
         self.side._settings = worker._settings = self.scheduler.connector.settings = settings
-        self.side._auto = AutoChoice(settings, self.side._facts, self.side.metrics) if settings.is_auto else None
-        self.side._forecast = self.side._auto.forecast if self.side._auto is not None else None
-        if settings.needs_forecast and self.side._forecast is None:
-            self.side._forecast = StepForecast(settings, self.side._facts)
+        facts = self.side._facts
+        self.side._auto = auto = AutoChoice(settings, facts, self.side.metrics) if settings.is_auto else None
+        self.side._forecast = forecast_if_needed(settings, facts) if auto is None else auto.forecast
         worker._observations = Observations(marks_of(worker._device)) if settings.needs_forecast else None
         worker.loads._observer = worker._observations
         worker.slices = plan_slices(num_layers, choice.width)
