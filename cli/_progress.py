@@ -1,27 +1,27 @@
-"""A progress bar on stderr. Rich draws it: Typer has brought it already."""
+"""What a long verb is at, on stderr: a bar, or lines where nobody sees a bar move. Rich draws bars; Typer brings it."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress, ProgressColumn
+
+QUIET_S: Final = 5.0
+"""Where stderr is no terminal, what takes less says nothing."""
 
 
 @contextmanager
 def progress_bar(what: str, total: int, every: int = 1) -> Iterator[Callable[[int], None]]:
     """A bar that moves by as much as the yielded function is told, redrawn at every `every`-th."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=4) as progress:
-        task = progress.add_task("", total=total)
+    with _bar(_stderr()) as progress:
+        task = progress.add_task(what, total=total)
         done = shown = 0
 
         def advance(by: int) -> None:
@@ -33,3 +33,66 @@ def progress_bar(what: str, total: int, every: int = 1) -> Iterator[Callable[[in
 
         yield advance
         progress.update(task, completed=done)
+
+
+@contextmanager
+def progress_by_name(
+    what: str, of: str, clock_s: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[str, int, int], None]]:
+    """The yielded function is told what begins, how many are done, and of how many.
+
+    On a terminal a bar names it; elsewhere, from `QUIET_S` on, each new name is a line.
+
+    Args:
+        what: the verb.
+        of: what is counted, in the plural.
+        clock_s: a monotonic clock.
+    """
+    console = _stderr()
+    if console.is_terminal:
+        from rich.progress import TextColumn
+
+        with _bar(console, TextColumn("{task.fields[name]}", markup=False)) as progress:
+            task = progress.add_task(what, name="")
+            drawn, last = "", 0
+
+            def draw(name: str, done: int, total: int) -> None:
+                nonlocal drawn, last
+                progress.update(task, name=name, completed=done, total=total, refresh=name != drawn)
+                drawn, last = name, total
+
+            yield draw
+            progress.update(task, name="", completed=last, total=last)
+        return
+    begun_s, said = clock_s(), ""
+
+    def say(name: str, done: int, total: int) -> None:
+        nonlocal said
+        if name != said and clock_s() - begun_s >= QUIET_S:
+            said = name
+            typer.echo(f"{what}: {name}, {done} of {total} {of} done", err=True)
+
+    yield say
+
+
+def _stderr() -> Console:
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+def _bar(console: Console, *more: ProgressColumn) -> Progress:
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (
+        *(TextColumn("{task.description}", markup=False), BarColumn(10 if more else 40), MofNCompleteColumn()),
+        *(TimeElapsedColumn(), TimeRemainingColumn(), *more),
+    )
+    return Progress(*columns, console=console, refresh_per_second=4)

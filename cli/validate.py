@@ -10,6 +10,7 @@ import typer
 
 from lamella.cli._model import DEFAULT_PROFILE, ProfileOption, open_device
 from lamella.cli._outputs import check_outputs, write_text
+from lamella.cli._progress import progress_by_name
 from lamella.cli._refusal import refuse_bad_input
 
 
@@ -57,6 +58,7 @@ def validate(
     An error stands beside the spread of the recording's own repeats. Overheads of the host are measured in one list of
     cells; what counts are the cells of the other.
     """
+    from lamella.sim.checks import Where
     from lamella.sim.overheads import open_overheads
     from lamella.sim.recorded import read_recorded
     from lamella.sim.recorded_arms import InputsWait
@@ -81,7 +83,13 @@ def validate(
         except ValueError as error:
             raise ValueError(f"{split}: {error}") from error
         given = None if overheads is None else open_overheads(overheads)
-        found = validate_run(run, device, cells, given, InputsWait(inputs_wait), together=together)
+        with progress_by_name("validating", "arms") as told:
+
+            def tell(where: Where, done: int, total: int) -> None:
+                told(f"{where.cell} at {where.commit[:7]}" if where.commit else where.cell, done, total)
+
+            waits = InputsWait(inputs_wait)
+            found = validate_run(run, device, cells, given, waits, together=together, tell=tell)
     if json_path is not None:
         write_text(json_path, json.dumps(found.document(), indent=1) + "\n")
     if overheads_out is not None:

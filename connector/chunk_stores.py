@@ -124,6 +124,7 @@ class ChunkStores:
             one, request = batch.of(name), self._requests.get(name)
             self._look_at.pop(name, None)
             if request is None or not self.enabled or not self._keys.has_keys(request):
+                self._waiting.pop(name, None)
                 continue
             if one is None:
                 self._look(name, self._passed + 1)

@@ -203,3 +203,11 @@ def test_a_request_that_waits_and_is_in_no_step_is_tried_when_it_is_in_one_again
         assert run.side.step_orders(output_of()).stores == ()
     assert len(run.stingy.tries) == 1
     assert len(run.step()) == 1
+
+
+def test_a_request_that_has_no_keys_any_more_waits_for_nothing() -> None:
+    run = Running(Refusal.NO_ROOM)
+    run.step(2 * CHUNK)
+    run.request.prompt_embeds = "not tokens"  # type: ignore[assignment]
+    assert run.step() == ()
+    assert (run.side.stores._waiting, len(run.stingy.tries)) == ({}, 1)

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from lamella.sim.checks import Where
 from lamella.sim.overheads import MeasuredOverheads, Overheads
 from lamella.sim.profiles import load_profile
 from lamella.sim.recorded import read_recorded
@@ -77,3 +78,13 @@ def test_an_engine_that_does_not_schedule_ahead_is_refused_by_cell() -> None:
     rows = [engine_row(async_scheduling=False), repeat_row(cell("x", 1), "fifo_first", 0, [request_row(9)] * 3)]
     with pytest.raises(ValueError, match="x, fifo_first: the engine did not schedule its steps ahead"):
         validate(read_recorded(lines_of(*rows), "x"), DEVICE, Split((), ("x",)), KNOWN)
+
+
+def test_it_is_told_before_each_arm_which_cell_is_next_and_how_many_are_done() -> None:
+    told: list[tuple[Where, int, int]] = []
+    run = read_recorded(recorded_lines(CELLS[:2], DEVICE, TRUE, repeats=2), "a run")
+    found = validate(run, DEVICE, Split(("a",), ("b",)), KNOWN, tell=lambda *what: told.append(what))
+    assert [(where.cell, done) for where, done, _total in told] == [
+        (arm.cell, done) for done, arm in enumerate((*found.calibrate.arms, *found.test.arms))
+    ]
+    assert {total for _where, _done, total in told} == {2 * len(ARMS)}

@@ -1,0 +1,80 @@
+"""What long verbs say on stderr of what they are at: a bar on a terminal, lines elsewhere where it takes long."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cli.test_validate import record
+from lamella.cli._progress import QUIET_S, progress_by_name
+
+COMMAND = (sys.executable, "-c", "from lamella.cli.main import main; main()")
+
+
+class Clock:
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_without_a_terminal_each_new_name_is_a_line_once_it_has_taken_long(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with progress_by_name("validating", "arms", clock) as tell:
+        tell("a quick cell", 0, 9)
+        clock.now_s += QUIET_S
+        for done in range(1, 5):
+            tell("four users" if done < 4 else "eight users", done, 9)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [
+        "validating: four users, 1 of 9 arms done",
+        "validating: eight users, 4 of 9 arms done",
+    ]
+
+
+def test_what_is_quick_says_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with progress_by_name("validating", "arms", clock) as tell:
+        for done in range(9):
+            tell(f"cell {done}", done, 9)
+            clock.now_s += QUIET_S / 10
+    assert capsys.readouterr() == ("", "")
+
+
+def on_a_terminal(*arguments: str) -> tuple[bytes, bytes]:
+    """Stdout, which goes into a pipe, and what a terminal on stderr got."""
+    mine, theirs = pty.openpty()
+    process = subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(mine, 1 << 16):
+            seen += chunk
+    except OSError:  # the other end is closed
+        pass
+    os.close(mine)
+    assert process.stdout is not None
+    with process.stdout as pipe:
+        said = pipe.read()
+    assert process.wait() == 0, seen
+    return said, seen
+
+
+def test_validate_names_on_a_terminal_what_it_is_at_and_its_results_are_the_same_bytes(tmp_path: Path) -> None:
+    made, split = record(tmp_path / "run.jsonl"), tmp_path / "split.json"
+    split.write_text(json.dumps({"calibrate": ["one"], "test": ["four", "far"]}))
+    verb = ["validate", str(made), "--split", str(split), "--json"]
+    said, seen = on_a_terminal(*verb, str(tmp_path / "seen.json"))
+    assert b"validating" in seen
+    assert b"12/12" in seen
+    assert all(cell in seen for cell in (b"one", b"four", b"far"))
+    unseen = subprocess.run([*COMMAND, *verb, str(tmp_path / "unseen.json")], capture_output=True, check=True)
+    assert (unseen.stdout, unseen.stderr) == (said, b"")
+    assert (tmp_path / "unseen.json").read_bytes() == (tmp_path / "seen.json").read_bytes()
