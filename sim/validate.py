@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import Any, Final, NamedTuple
 
 from lamella.sim.checks import PERCENTILES, ArmCheck, Measured, Predicted, RecordedArm, Where, check_arm, group_arms
@@ -327,6 +328,7 @@ def validate(
     inputs: InputsWait = InputsWait.TURN,
     *,
     together: bool = False,
+    tell: Callable[[Where, int, int], object] = lambda where, done, total: None,
 ) -> Validation:
     """The run's cells beside the world's predictions.
 
@@ -337,6 +339,7 @@ def validate(
         overheads: as they are; None measures them in the first list.
         inputs: what a joining prompt waited for in the engine that ran.
         together: every engine's arms are predicted with what all show together.
+        tell: called before each arm: where it was recorded, how many are done, and of how many.
 
     Raises:
         ValueError: none of the cells to be judged by was recorded, or the profile does not cover one of them.
@@ -357,12 +360,14 @@ def validate(
     if overheads is None:
         overheads = measure(lists["calibrate"], run, device)
     engines = measure_each(lists["calibrate"], run, device, overheads.overheads) if fitted and not together else {}
-    judged = {
-        name: judge(
-            [check_arm(arm, run, device, engines.get(arm.repeats[0].commit, overheads.overheads)) for arm in chosen]
-        )
-        for name, chosen in lists.items()
-    }
+    common, done, total = overheads.overheads, count(), sum(map(len, lists.values()))
+
+    def check(arm: RecordedArm) -> ArmCheck:
+        first = arm.repeats[0]
+        tell(Where(first.cell.name, first.commit), next(done), total)
+        return check_arm(arm, run, device, engines.get(first.commit, common))
+
+    judged = {name: judge([check(arm) for arm in chosen]) for name, chosen in lists.items()}
     return Validation(
         device.profile.name, inputs, overheads, engines, fitted, judged["calibrate"], judged["test"], left_out
     )
