@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -29,6 +30,7 @@ class RequestKeys:
     def __init__(self, space: KeySpace) -> None:
         self._space = space
         self._chains: dict[str, _Chain] = {}
+        self._outdated: set[str] = set()  # requests that were under way when keys were renewed
 
     @property
     def chunk_tokens(self) -> int:
@@ -55,6 +57,8 @@ class RequestKeys:
 
     def has_keys(self, request: Any) -> bool:
         """Whether the request can be cached; why not is said once."""
+        if request.request_id in self._outdated:
+            return False
         reason = _why_uncacheable(request)
         if reason:
             _say_once(reason)
@@ -63,17 +67,30 @@ class RequestKeys:
     def forget(self, request_id: str) -> None:
         """The request is gone."""
         self._chains.pop(request_id, None)
+        self._outdated.discard(request_id)
+
+    def renew(self) -> None:
+        """No key that was ever given is given again, here or by another engine: the same tokens may be other KV now.
+
+        Requests under way have no keys any more, since part of their KV may have been computed before.
+        """
+        self._space = _salted(self._space, secrets.token_bytes(16))
+        self._outdated.update(self._chains)
+        self._chains.clear()
 
     def _space_of(self, request: Any) -> KeySpace:
         salt, adapter = getattr(request, "cache_salt", None), getattr(request, "lora_request", None)
         space = self._space
         if salt:
-            space = replace(
-                space, salt=b"%d:%b" % (len(space.salt), space.salt) + str(salt).encode(errors="surrogatepass")
-            )
+            space = _salted(space, str(salt).encode(errors="surrogatepass"))
         if adapter is not None:
-            space = replace(space, model=f"{space.model} adapter {adapter.lora_name} at {adapter.lora_path}")
+            space = replace(space, model=f"{space.model} adapter {adapter.lora_name!r} at {adapter.lora_path!r}")
         return space
+
+
+def _salted(space: KeySpace, salt: bytes) -> KeySpace:
+    """The space within `space` that this salt alone gives."""
+    return replace(space, salt=b"%d:%b" % (len(space.salt), space.salt) + salt)
 
 
 def _why_uncacheable(request: Any) -> str | None:

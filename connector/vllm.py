@@ -292,8 +292,14 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         return self.scheduler is not None and self.scheduler.has_open_work
 
     def reset_cache(self) -> bool | None:
-        """The host pool's index is empty; False where others share what is kept."""
-        return self._scheduler.reset() if self.scheduler is not None else None
+        """Nothing that was stored until now is found again; a file tier or a cache server keeps it for others.
+
+        None on a worker, which has nothing to forget.
+        """
+        if self.scheduler is None:
+            return None
+        self.scheduler.reset()
+        return True
 
     # ---- what can be seen
 

@@ -362,8 +362,7 @@ class SchedulerSide:
         if (self._loads or self._bad_blocks) and self._rules.evict_on_abort and not ended_by_itself(request):
             doubtful = self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
             self._evict(self._blocks.computed_over(doubtful, name))  # its own loads and others': it may have shared
-        held = self.book.request_ended(name)
-        if held:
+        if held := self.book.request_ended(name):
             self.metrics.count("holds")
         for forget in (self._keys.forget, self._blocks.forget, self._failed.discard, self.stores.forget):
             forget(name)
@@ -379,9 +378,10 @@ class SchedulerSide:
         """Whether something is in flight whose end a step must take in."""
         return bool(self.book.num_open or self.objects.num_open)
 
-    def reset(self) -> bool:
-        """Whether every readable object is forgotten, those in use once nobody uses them; others may share them."""
-        return self.objects.reset()
+    def reset(self) -> None:
+        """Nothing stored until now is found again, not even where others go on finding it (`RequestKeys.renew`)."""
+        self._keys.renew()
+        self.objects.reset()
 
     def close(self) -> None:
         """Threads and connections end."""

@@ -65,7 +65,7 @@ def load(live: LiveEngine) -> list[dict[str, Any]]:
     ways += [(width, "first", True) for width in WIDTHS]
     for width, release, joins in ways:
         live.forget_blocks()
-        live.side.reset()
+        live.side.objects.reset()  # its own pool; the keys stay
         sliced = live.configure(width, release, use_layerwise=joins)
         before = live.worker.metrics.total("loads_layerwise"), live.worker.metrics.total("loads_whole")
         found = row(live, width=width, release=release, use_layerwise=joins)
