@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 from typing import Annotated, Final
 
@@ -13,7 +14,7 @@ from lamella.cli._model import milliseconds, open_device
 from lamella.sim.alone import alone
 from lamella.sim.bounds import MOST_TOKENS, check_range
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
-from lamella.sim.overheads import open_overheads
+from lamella.sim.overheads import open_overheads, shipped_overheads
 from lamella.sim.serving import Slo
 from lamella.sim.strategies import FULL_GRAPHS, Device, Regime
 from lamella.sim.what_if import LEAST_TIER_GB_PER_S, parse_rate, with_compute, with_link
@@ -47,6 +48,13 @@ FullGraphsOption = Annotated[
     typer.Option(
         help="What decoding steps replay where layers are waited for, as the vLLM connector's full_graphs: before "
         "(full graphs; a step that must wait for a load waits in front of its graph), or never (piecewise ones)."
+    ),
+]
+PrefillGraphsOption = Annotated[
+    int,
+    typer.Option(
+        help="Steps with prefills replay captured graphs up to so many tokens, as the engine's cudagraph_capture_sizes "
+        "say; 0: the host launches them kernel by kernel, as by vLLM's defaults. Goes with --overheads."
     ),
 ]
 SloTtftOption = Annotated[str | None, typer.Option(help="SLO: first token within, such as 300ms.")]
@@ -214,11 +222,13 @@ def open_derived_device(
     extrapolate: bool,
     overheads: str | None = None,
     full_graphs: str = "before",
+    prefill_graphs: int = 0,
 ) -> Device:
     """The device of a profile, on another link or with another GPU if asked for, behind an engine's host thread if any.
 
     Raises:
-        ValueError: as `open_device`, `with_link`, `with_compute` and `open_overheads`; or other graphs than modelled.
+        ValueError: as `open_device`, `with_link`, `with_compute` and `open_overheads`; or other graphs than modelled,
+            or graphs of prefills without the overheads of a host that launches them.
     """
     if full_graphs not in FULL_GRAPHS:
         raise ValueError(
@@ -229,6 +239,13 @@ def open_derived_device(
     if link is not None:
         found = with_link(found, link)
     host = None if overheads is None else open_overheads(overheads)
+    if host is not None:
+        host = replace(host, overheads=host.overheads.with_prefill_graphs(prefill_graphs))
+    elif prefill_graphs:
+        raise ValueError(
+            f"prefill_graphs is {prefill_graphs}, and on the bare device nobody launches: add --overheads "
+            f"{shipped_overheads()[0]}, or leave it out"
+        )
     return Device(
         with_compute(found, compute_speed),
         extrapolate=extrapolate,

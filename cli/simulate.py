@@ -34,6 +34,7 @@ from lamella.cli._regime import (
     LinkOption,
     NewTokensOption,
     OutputTokensOption,
+    PrefillGraphsOption,
     PromptOption,
     RanksOption,
     SharingOption,
@@ -108,6 +109,7 @@ def simulate(
     profile: ProfileOption = DEFAULT_PROFILE,
     overheads: OverheadsOption = None,
     full_graphs: FullGraphsOption = "before",
+    prefill_graphs: PrefillGraphsOption = 0,
     extrapolate: ExtrapolateOption = False,
     table: Annotated[Path | None, typer.Option(help="Every request of every strategy, as .csv or .parquet.")] = None,
     seed: SeedOption = 0,
@@ -132,7 +134,14 @@ def simulate(
 
     with refuse_bad_input():
         device = open_derived_device(
-            profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads, full_graphs=full_graphs
+            profile,
+            model,
+            link,
+            compute_speed,
+            extrapolate=extrapolate,
+            overheads=overheads,
+            full_graphs=full_graphs,
+            prefill_graphs=prefill_graphs,
         )
         if width == "auto" and (order, release) != ("fifo", "first"):
             raise ValueError(

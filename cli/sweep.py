@@ -36,6 +36,7 @@ from lamella.cli._regime import (
     LinkOption,
     NewTokensOption,
     OutputTokensOption,
+    PrefillGraphsOption,
     PromptOption,
     SloTpotOption,
     SloTtftOption,
@@ -94,6 +95,7 @@ def sweep(
     profile: ProfileOption = DEFAULT_PROFILE,
     overheads: OverheadsOption = None,
     full_graphs: FullGraphsOption = "before",
+    prefill_graphs: PrefillGraphsOption = 0,
     extrapolate: ExtrapolateOption = False,
     engine: EngineOption = "auto",
     workers: WorkersOption = None,
@@ -116,7 +118,14 @@ def sweep(
     begun = time.perf_counter()
     with refuse_bad_input():
         device = open_derived_device(
-            profile, model, link, compute_speed, extrapolate=extrapolate, overheads=overheads, full_graphs=full_graphs
+            profile,
+            model,
+            link,
+            compute_speed,
+            extrapolate=extrapolate,
+            overheads=overheads,
+            full_graphs=full_graphs,
+            prefill_graphs=prefill_graphs,
         )
         point = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         slo = parse_slo(slo_ttft, slo_tpot)
