@@ -63,7 +63,7 @@ class ArmCheck(NamedTuple):
 
     Attributes:
         setting: what of it the world knows, the same for arms that differ in nothing else.
-        full_graphs: it decodes with full graphs.
+        graphs: what it replays, as recorded.
         spoiled: a known fault of the recorded product, no part of the model, shows in its own instants.
         other_auto: it was chosen by other rules than the model's.
         commit: of the connector; the same cell and arm of another commit are another engine's.
@@ -74,7 +74,7 @@ class ArmCheck(NamedTuple):
     measured: Measured
     predicted: Predicted
     setting: str = ""
-    full_graphs: bool = False
+    graphs: str = "piecewise"
     spoiled: bool = False
     other_auto: bool = False
     commit: str = ""
@@ -217,7 +217,7 @@ def check_arm(arm: RecordedArm, run: RecordedRun, device: Device, overheads: Ove
         arm.measured,
         predicted,
         str(arm.model),
-        arm.model.full_graphs,
+        first.graphs,
         arm.spoiled(device),
         arm.other_auto,
         first.commit,

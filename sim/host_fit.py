@@ -60,16 +60,18 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
 
     def part(name: str, values_of: Callable[[Moments], Iterable[float]], least: int = 0) -> int:
         """The mean over repeats of what each shows; kept with its error."""
-        means = [statistics.fmean(kept) for kept in (_without_odd(values_of(one)) for one in moments) if kept]
+        shown = [one for one in moments if _measures(one, name)]
+        means = [statistics.fmean(kept) for kept in (_without_odd(values_of(one)) for one in shown) if kept]
         means = _without_odd(means)
         if len(means) >= FEWEST:
             found[name] = max(least, round(statistics.fmean(means)))
             errors[name] = round(statistics.stdev(means) / math.sqrt(len(means)))
         return found.get(name, 0)
 
-    part("prefill_launch_ns", lambda one: _launches(one, captured + 1, None))
+    part("prefill_launch_ns", lambda one: _launches(one, max(captured, one.repeat.prefill_graph_tokens) + 1, None))
+    part("prefill_graph_launch_ns", lambda one: _launches(one, captured + 1, one.repeat.prefill_graph_tokens))
     part("launch_ns", lambda one: _captured(one, captured, "piecewise"))
-    part("full_launch_ns", lambda one: _captured(one, captured, "full"))
+    part("full_launch_ns", lambda one: _captured(one, captured, "full", "both"))
     part("gate_ns", _gates)
     part("tail_ns", lambda one: _tails(one, found, captured, device.profile.num_layers))
     report_ns = part("report_ns", _reports)
@@ -83,20 +85,20 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
         ("ask_ns", _asks),
         ("join_ns", lambda one: _joins(one, pass_ns, idle_ns)),
     ):
-        line = _line([point for one in moments for point in points_of(one)])
+        line = _line([point for one in moments if _measures(one, name) for point in points_of(one)])
         if line is not None:
             found[name], found[f"{name}_per_1000_tokens"] = line.constant, line.per_1000
             errors[name] = line.error
     for name, share in (
-        ("scatter_permille", _scatter(moments, captured)),
-        ("drift_permille", _drift(moments, captured)),
+        ("scatter_permille", _scatter([one for one in moments if _measures(one, "scatter_permille")], captured)),
+        ("drift_permille", _drift([one for one in moments if _measures(one, "drift_permille")], captured)),
     ):
         if share is not None:
             found[name] = round(WHOLE * share)
     part("load_ns_per_mib", lambda one: _slower_loads(one, device))
     slower = Overheads(load_ns_per_mib=found.get("load_ns_per_mib", 0))
     part("first_slice_ns", lambda one: _first_slices(one, device.with_overheads(slower), submit_ns))
-    rows = _rows(moments, device, errors)
+    rows = _rows([one for one in moments if _measures(one, "prefill_rows")], device, errors)
     rowed = device.with_overheads(Overheads(prefill_rows=rows))
     part("beside_permille", lambda one: (WHOLE * ratio for ratio in _ratios(one, rowed, 0.98, 1.0)), least=WHOLE)
     return Fit(
@@ -105,6 +107,11 @@ def fit(repeats: Iterable[RecordedRepeat], run: RecordedRun, device: Device) -> 
         len(moments),
         frozenset(found),
     )
+
+
+def _measures(one: Moments, name: str) -> bool:
+    """Whether that part is to be measured in the repeat."""
+    return one.repeat.shows is None or name in one.repeat.shows
 
 
 def _without_odd(values: Iterable[float]) -> list[float]:
@@ -124,9 +131,9 @@ def _launches(one: Moments, least: int, most: int | None) -> Iterable[float]:
             yield step.host_ns - step.orders_ns
 
 
-def _captured(one: Moments, captured: int, graphs: str) -> Iterable[float]:
-    """Of steps that replay captured graphs of that kind."""
-    return _launches(one, 1, captured) if one.repeat.graphs == graphs else ()
+def _captured(one: Moments, captured: int, *graphs: str) -> Iterable[float]:
+    """Of steps that replay captured graphs of one of those kinds."""
+    return _launches(one, 1, captured) if one.repeat.graphs in graphs else ()
 
 
 def _gates(one: Moments) -> Iterable[float]:
@@ -142,9 +149,11 @@ def _tails(one: Moments, found: Mapping[str, int], captured: int, num_layers: in
     They did where no earlier landing, nor the begin, lets the thread reach the last layer later than it landed.
     """
     for step in one.repeat.steps:
-        if step.decodes and one.repeat.graphs == "full":
+        if step.decodes and one.repeat.whole_graphs:
             continue  # it has one launch, behind the last layer's landing
-        launch_ns = found.get("launch_ns" if step.tokens <= captured else "prefill_launch_ns", 0)
+        replayed = "launch_ns" if step.tokens <= captured else "prefill_graph_launch_ns"
+        most = max(captured, one.repeat.prefill_graph_tokens)
+        launch_ns = found.get(replayed if step.tokens <= most else "prefill_launch_ns", 0)
         layer_ns, gates = launch_ns / num_layers, [load for load in one.loads if one.gates(load, step)]
         if not (step.tokens and launch_ns and gates) or any(len(load.landed_ns) != num_layers for load in gates):
             continue

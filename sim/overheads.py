@@ -136,7 +136,12 @@ class Overheads:
         """
         if tokens == 0:
             return self
-        check_range("tokens of prefills' graphs", tokens, self.captured_tokens + 1, MOST_TOKENS)
+        if tokens <= self.captured_tokens:
+            raise ValueError(
+                f"prefill_graphs must be 0 or more than {self.captured_tokens}, got {tokens}: steps of up to so many "
+                "tokens replay graphs anyway"
+            )
+        check_range("prefill_graphs", tokens, 0, MOST_TOKENS)
         if not self.prefill_graph_launch_ns:
             raise ValueError(
                 "launching graphs of prefills was not measured with these overheads: take a shipped set, or measure "
@@ -199,7 +204,7 @@ class MeasuredOverheads:
             f"to launch, one with a prefill {one.prefill_launch_ns / 1e6:.1f}, and {one.pass_ns / 1e6:.1f} to prepare; "
             "it schedules a step ahead, so a token is handed out only when the next step is launched"
             + (
-                f"; steps with prefills of up to {one.prefill_graph_tokens:,} tokens replay captured graphs, which take "
+                f"; steps with prefills of up to {one.prefill_graph_tokens:,} tokens replay captured graphs and take "
                 f"{one.prefill_graph_launch_ns / 1e6:.1f} ms to launch; padding to the captured sizes is not counted"
                 if one.prefill_graph_tokens
                 else ""

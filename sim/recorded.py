@@ -154,6 +154,11 @@ class RecordedRepeat:
     ranks: int = 1
     shows: frozenset[str] | None = None
 
+    @property
+    def whole_graphs(self) -> bool:
+        """Whether steps that only decode replay one graph."""
+        return self.graphs in ("full", "both")
+
     def prompt_tokens(self, number: int) -> int:
         """Of its request of that number."""
         return sum(self.cell.shapes[number % len(self.cell.shapes)])

@@ -25,7 +25,7 @@ from lamella.sim.world import World
 
 DEFAULT_TURN_MIB: Final = 32
 """Of recordings that do not say: the connector's `turn_mib`."""
-GRAPHS: Final = ("piecewise", "full")
+GRAPHS: Final = ("piecewise", "full", "both")
 BYSTANDER_TOKENS: Final = 1024
 BYSTANDER_TAG: Final = -1
 BYSTANDER_OUTPUT: Final = 6000
@@ -52,6 +52,7 @@ class Modelled:
         joins_at_once: loads move inside the very step that asks for them.
         full_graphs: steps that only decode replay one graph, and wait in front of it.
         before_batch: loads inside their step begin before its batch is prepared.
+        prefill_graph_tokens: steps of up to so many tokens replay graphs; 0: those that the overheads say.
     """
 
     strategy: Strategy
@@ -59,27 +60,31 @@ class Modelled:
     joins_at_once: bool = False
     full_graphs: bool = False
     before_batch: bool = False
+    prefill_graph_tokens: int = 0
 
     def __str__(self) -> str:
         inside = " inside its step" if self.joins_at_once else ""
         begun = " before the batch" if self.before_batch else ""
-        return f"{self.strategy}{inside}{begun}{' with full graphs' if self.full_graphs else ''}"
+        graphs = " with full graphs" if self.full_graphs else ""
+        return f"{self.strategy}{inside}{begun}{graphs}{' and graphs of prefills' if self.prefill_graph_tokens else ''}"
 
 
 def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Modelled | str:
     """The arm for the world, or why the world has no answer for it."""
     settings: Mapping[str, Any] | None = repeat.settings
-    full = repeat.graphs == "full"
+    full, prefills = repeat.whole_graphs, repeat.prefill_graph_tokens
     if repeat.ranks > 1:
         return f"{repeat.ranks} ranks, and the profile is of one"
     if settings is None:
-        return Modelled(RECOMPUTE, 0, full_graphs=full)
+        return Modelled(RECOMPUTE, 0, full_graphs=full, prefill_graph_tokens=prefills)
     if repeat.arm.startswith("peer_"):
         return "another connector"
     if repeat.arm.endswith("_beside"):
         return "a second process computes on its device"
     if repeat.graphs not in GRAPHS:
         return f"graphs of another kind, {repeat.graphs}"
+    if repeat.graphs == "both" and not prefills:
+        return "graphs of prefills, of sizes that the run does not say"
     if repeat.arm == "early_read":
         return "a control that does not wait"
     if settings.get("full_graphs") == "inside":
@@ -91,14 +96,14 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
         weight = settings.get("bystander_weight", BYSTANDER_WEIGHT)
         if weight != BYSTANDER_WEIGHT:
             return f"bystanders weigh {weight}, and the model has {BYSTANDER_WEIGHT}"
-        return Modelled(AUTO, behind, full_graphs=full, before_batch=bool(settings.get("before_batch")))
+        return Modelled(AUTO, behind, False, full, bool(settings.get("before_batch")), prefills)
     release = parse_release(str(settings.get("release", "first")))
     order = parse_order(str(settings.get("order", "fifo")))
     if width in (0, "0"):
-        return Modelled(CHUNK_MAJOR, behind, full_graphs=full)
+        return Modelled(CHUNK_MAJOR, behind, full_graphs=full, prefill_graph_tokens=prefills)
     strategy = Strategy(parse_width(str(width)), order, release)
     joins, before_batch = bool(settings.get("use_layerwise")), bool(settings.get("before_batch"))
-    return Modelled(strategy, behind, joins, full, before_batch)
+    return Modelled(strategy, behind, joins, full, before_batch, prefills)
 
 
 def predict(
@@ -115,7 +120,7 @@ def predict(
     Hits are what the run says it loaded, and handing a request over takes the thread as long as it did.
 
     Raises:
-        ValueError: an engine that did not schedule ahead.
+        ValueError: an engine that did not schedule ahead, or overheads that do not say what its prefills' graphs take.
     """
     if not run.steps_ahead:
         raise ValueError("the engine did not schedule its steps ahead, which recorded runs are predicted for")
@@ -132,7 +137,7 @@ def predict(
     tiers = () if cell.tier_bytes_per_s is None else (Tier("tier", cell.tier_bytes_per_s),)
     wire = profile.wire
     both_busy = Ratio(wire.both_bytes_per_s, max(wire.h2d_bytes_per_s, wire.d2h_bytes_per_s))
-    device = device.with_overheads(overheads)
+    device = device.with_overheads(overheads.with_prefill_graphs(model.prefill_graph_tokens))
     world = World(
         device.compute(strategy),
         strategy.order,

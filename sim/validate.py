@@ -23,10 +23,14 @@ from lamella.sim.recorded_arms import InputsWait
 from lamella.sim.splits import Split
 from lamella.sim.strategies import Device
 
-BASELINES: Final = ("chunk_bounded", "chunk_deep")
-"""The forms of chunk-major; effects are against the better of them, as recorded."""
-FULL_BASELINES: Final = ("chunk_full_graphs", "chunk_deep_full_graphs")
-"""The same where decoding steps replay full graphs; arms with full graphs are compared with these."""
+BASELINES: Final[Mapping[str, tuple[str, ...]]] = {
+    "piecewise": ("chunk_bounded", "chunk_deep"),
+    "full": ("chunk_full_graphs", "chunk_deep_full_graphs"),
+    "both": ("chunk_both_graphs", "chunk_deep_both_graphs"),
+}
+"""The forms of chunk-major by the graphs that they replay; an arm's effect is against the better of those that replay
+what it does, as recorded."""
+_FORMS: Final = tuple(name for names in BASELINES.values() for name in names)
 NOT_ADVISED: Final = ("recompute", "recompute_full_graphs")
 """Arms that are compared and not recommended: they leave the cache unused."""
 RELIABLE: Final = 0.10
@@ -258,12 +262,12 @@ def judge(checks: Sequence[ArmCheck]) -> Judgement:
     for where in dict.fromkeys(Where(check.cell, check.commit) for check in checks):
         arms = {check.arm: check for check in checks if (check.cell, check.commit) == where and is_reliable(check)}
         bases = {
-            full: min((arms[name] for name in names if name in arms), key=_recorded, default=None)
-            for full, names in ((False, BASELINES), (True, FULL_BASELINES))
+            graphs: min((arms[name] for name in names if name in arms), key=_recorded, default=None)
+            for graphs, names in BASELINES.items()
         }
         for name, check in arms.items():
-            base = bases[check.full_graphs]
-            if base is not None and name not in (*BASELINES, *FULL_BASELINES, *NOT_ADVISED):
+            base = bases.get(check.graphs)
+            if base is not None and name not in (*_FORMS, *NOT_ADVISED):
                 signs.append(_sign(check, base))
         if any(base is not None for base in bases.values()):
             advice.append(_advice(where, [check for name, check in arms.items() if name not in NOT_ADVISED]))
@@ -296,11 +300,21 @@ def measure(arms: Sequence[RecordedArm], run: RecordedRun, device: Device) -> Me
     """The overheads that recorded arms show, with where they come from; of all engines together."""
     repeats = _sound(arms, device)
     found = fit(repeats, run, device)
-    cells = ", ".join(dict.fromkeys(repeat.cell.name for repeat in repeats)) or "no cell"
-    graphs = " and ".join(sorted({repeat.graphs for repeat in repeats}, reverse=True)) or "no"
-    return MeasuredOverheads(
-        f"vLLM {run.vllm} with {graphs} graphs on {run.machine}", f"{found.repeats} repeats of {cells}", *found[:2]
-    )
+    cells = "; ".join(_cells(repeats)) or "0 repeats of no cell"
+    graphs = " and ".join(sorted({repeat.graphs for repeat in repeats} - {"both"}, reverse=True)) or "no"
+    return MeasuredOverheads(f"vLLM {run.vllm} with {graphs} graphs on {run.machine}", cells, *found[:2])
+
+
+def _cells(repeats: Sequence[RecordedRepeat]) -> list[str]:
+    """In which cells what was measured, and in how many repeats."""
+    said: dict[frozenset[str] | None, list[RecordedRepeat]] = {}
+    for repeat in (repeat for repeat in repeats if repeat.steps):
+        said.setdefault(repeat.shows, []).append(repeat)
+    return [
+        ("" if shows is None else f"{', '.join(sorted(shows))} in ")
+        + f"{len(of)} repeats of {', '.join(dict.fromkeys(repeat.cell.name for repeat in of))}"
+        for shows, of in said.items()
+    ]
 
 
 def measure_each(

@@ -61,6 +61,11 @@ def test_a_profile_with_one_wild_step_time_is_refused_by_that_value(verb: str, t
             ("sweep", "--overheads", "nobodys"),
             "no overheads 'nobodys'; shipped: vllm-0.26-h200-llama-3.1-8b; or name a .json file",
         ),
+        (("simulate", "--prefill-graphs", "512"), "on the bare device nobody launches: add --overheads vllm-0.26-h200"),
+        (
+            ("sweep", "--overheads", "vllm-0.26-h200-llama-3.1-8b", "--prefill-graphs", "128"),
+            "prefill_graphs must be 0 or more than 128, got 128: steps of up to so many tokens replay graphs anyway",
+        ),
         (("sweep", "--link", "pcie9"), "a link is one of pcie3, pcie4, pcie5, pcie6, such as pcie4 or pcie4x8"),
         (("sweep", "--compute-speed", "0"), "compute speed must be between 0.01 and 100"),
         (("sweep", "--slo-ttft", "fast"), "a time is a positive number with us, ms or s, such as 200ms, got 'fast'"),

@@ -87,14 +87,27 @@ def test_percentiles_are_times_that_occurred() -> None:
 
 def test_arms_with_full_graphs_are_compared_with_chunk_major_that_has_them() -> None:
     full = [check("x", "chunk_full_graphs", 80, 80), check("x", "fifo_full_graphs", 90, 90)]
-    judged = judge([check("x", "chunk_bounded", 100, 100), *(one._replace(full_graphs=True) for one in full)])
+    judged = judge([check("x", "chunk_bounded", 100, 100), *(one._replace(graphs="full") for one in full)])
     (sign,) = judged.signs
     assert sign.recorded == pytest.approx(90 / 80 - 1)
 
 
 def test_cells_with_full_graphs_alone_have_advice_against_their_own_chunk_major() -> None:
     full = {"chunk_full_graphs": 100, "chunk_deep_full_graphs": 80, "fifo_full_graphs": 90, "recompute_full_graphs": 9}
-    judged = judge([check("x", arm, time, time)._replace(full_graphs=True) for arm, time in full.items()])
+    judged = judge([check("x", arm, time, time)._replace(graphs="full") for arm, time in full.items()])
     (sign,) = judged.signs
     assert sign.recorded == pytest.approx(90 / 80 - 1)
     assert judged.advice == (("x", "chunk_deep_full_graphs", "chunk_deep_full_graphs", 0.0, ""),)
+
+
+def test_arms_whose_prefills_replay_graphs_are_compared_with_chunk_major_that_does() -> None:
+    """And the advice says which graphs: it chooses from all arms of the cell."""
+    times = {"chunk": 100, "fifo": 90}
+    full = [check("x", f"{arm}_full_graphs", ms, ms)._replace(graphs="full") for arm, ms in times.items()]
+    both = [check("x", f"{arm}_both_graphs", ms / 2, ms / 2)._replace(graphs="both") for arm, ms in times.items()]
+    judged = judge([*full, *both])
+    assert [(sign.arm, sign.recorded) for sign in judged.signs] == [
+        ("fifo_full_graphs", pytest.approx(-0.1)),
+        ("fifo_both_graphs", pytest.approx(-0.1)),
+    ]
+    assert judged.advice[0].recommended == "fifo_both_graphs"

@@ -37,6 +37,11 @@ KNOWN = MeasuredOverheads("an engine", "made up", TRUE, {})
         ('{"test": ["a"], "commits": {"c": {"slow_lane": 1}}}', "slow_lane must be true or false, got 1"),
         ('{"test": ["a"], "commits": {"c": {"other_auto": 0}}}', "other_auto must be true or false, got 0"),
         ('{"test": ["a"], "commits": {"c": {"held_out": "yes"}}}', "held_out must be true or false, got 'yes'"),
+        (
+            '{"test": ["a"], "commits": {"c": {"measured": "pass_ns"}}}',
+            "measured must be a list of parts of the overhead",
+        ),
+        ('{"test": ["a"], "commits": {"c": {"measured": ["speed"]}}}', "such as pass_ns; got .'speed'"),
     ],
 )
 def test_a_split_that_proves_nothing_is_refused(text: str, words: str) -> None:

@@ -95,7 +95,10 @@ def who_asks_matters(rich: Rich) -> str | None:
 
 
 def the_link_idles_beside_work(rich: Rich) -> str | None:
-    """From a load's submission to its last byte a serial link carries something at every instant."""
+    """From a load's submission to its last byte a serial link carries something at every instant.
+
+    One of an engine that schedules ahead may begin behind the steps that were made before.
+    """
     hardware = rich.hardware
     simple = hardware.plain and not hardware.tiers and hardware.sharing is Sharing.SERIAL
     if not simple or hardware.first_slice_ns or rich.settings.kv_blocks or rich.settings.load_timeout_ns:
@@ -107,6 +110,9 @@ def the_link_idles_beside_work(rich: Rich) -> str | None:
         if not mine:
             continue
         covered = record.submitted_ns
+        if rich.ahead is not None:
+            made_before = (step.end_ns for step in world.steps if step.polled_ns <= covered)
+            covered = max([covered, *made_before])
         for begin, end, _ in rows:
             if end > covered and covered < max(mine):
                 if begin > covered:

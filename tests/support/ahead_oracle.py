@@ -116,7 +116,12 @@ def tell(
             graph = full and not joins and tokens <= overheads.captured_tokens
             if graph:  # it waits in front
                 at = max([at, *(one.landed_ns[-1] for one in gates)])
-            launch = overheads.forward_ns(tokens, full_graphs=graph, prefills=bool(joins))
+            if tokens <= overheads.captured_tokens:
+                launch = overheads.full_launch_ns if graph else overheads.launch_ns
+            elif tokens <= overheads.prefill_graph_tokens:
+                launch = overheads.prefill_graph_launch_ns
+            else:
+                launch = overheads.prefill_launch_ns
             launch += LAYERS * len(gates) * overheads.gate_ns
             tail = min(overheads.tail_ns, launch)
             device = device_free

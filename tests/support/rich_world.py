@@ -213,6 +213,7 @@ def random_overheads(rng: random.Random) -> Overheads:
         idle_ns=rng.randint(1, 40),
         gate_ns=rng.choice((0, 2)),
         captured_tokens=rng.choice((4, 16)),
+        prefill_graph_tokens=rng.choice((0, 40)),
         beside_permille=rng.choice((1000, 1500)),
         scatter_permille=rng.choice((0, 200)),
         drift_permille=rng.choice((0, 200)),
