@@ -57,6 +57,13 @@ PrefillGraphsOption = Annotated[
         "say; 0: the host launches them kernel by kernel, as by vLLM's defaults. Goes with --overheads."
     ),
 ]
+BeforeBatchOption = Annotated[
+    bool,
+    typer.Option(
+        help="As the vLLM connector's before_batch: a load that its request's own step waits for begins before the "
+        "host prepares the batch. Of the strategies auto alone has such loads. Goes with --overheads."
+    ),
+]
 SloTtftOption = Annotated[str | None, typer.Option(help="SLO: first token within, such as 300ms.")]
 SloTpotOption = Annotated[str | None, typer.Option(help="SLO: each further token within, such as 20ms.")]
 
@@ -221,6 +228,7 @@ def open_derived_device(
     *,
     extrapolate: bool,
     overheads: str | None = None,
+    before_batch: bool = False,
     full_graphs: str = "before",
     prefill_graphs: int = 0,
 ) -> Device:
@@ -246,12 +254,17 @@ def open_derived_device(
             f"prefill_graphs is {prefill_graphs}, and on the bare device nobody launches: add --overheads "
             f"{shipped_overheads()[0]}, or leave it out"
         )
+    if before_batch and host is None:
+        raise ValueError(
+            "before_batch is set, and on the bare device nobody prepares a batch: add --overheads, or leave it out"
+        )
     return Device(
         with_compute(found, compute_speed),
         extrapolate=extrapolate,
         overheads=None if host is None else host.overheads,
         overheads_said="" if host is None else host.assumption(),
         graphs=FULL_GRAPHS[full_graphs],
+        before_batch=before_batch,
     )
 
 

@@ -26,6 +26,7 @@ from lamella.cli._model import (
 from lamella.cli._outputs import whole_file
 from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
+    BeforeBatchOption,
     ComputeSpeedOption,
     ConcurrencyOption,
     FullGraphsOption,
@@ -110,6 +111,7 @@ def simulate(
     overheads: OverheadsOption = None,
     full_graphs: FullGraphsOption = "before",
     prefill_graphs: PrefillGraphsOption = 0,
+    before_batch: BeforeBatchOption = False,
     extrapolate: ExtrapolateOption = False,
     table: Annotated[Path | None, typer.Option(help="Every request of every strategy, as .csv or .parquet.")] = None,
     seed: SeedOption = 0,
@@ -142,6 +144,7 @@ def simulate(
             overheads=overheads,
             full_graphs=full_graphs,
             prefill_graphs=prefill_graphs,
+            before_batch=before_batch,
         )
         if width == "auto" and (order, release) != ("fifo", "first"):
             raise ValueError(

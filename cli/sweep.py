@@ -28,6 +28,7 @@ from lamella.cli._model import (
 from lamella.cli._progress import progress_bar
 from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
+    BeforeBatchOption,
     ComputeSpeedOption,
     ConcurrencyOption,
     FullGraphsOption,
@@ -96,6 +97,7 @@ def sweep(
     overheads: OverheadsOption = None,
     full_graphs: FullGraphsOption = "before",
     prefill_graphs: PrefillGraphsOption = 0,
+    before_batch: BeforeBatchOption = False,
     extrapolate: ExtrapolateOption = False,
     engine: EngineOption = "auto",
     workers: WorkersOption = None,
@@ -126,6 +128,7 @@ def sweep(
             overheads=overheads,
             full_graphs=full_graphs,
             prefill_graphs=prefill_graphs,
+            before_batch=before_batch,
         )
         point = parse_regime(prompt_tokens, hit, hit_tokens, new_tokens, concurrency, output_tokens)
         slo = parse_slo(slo_ttft, slo_tpot)

@@ -151,6 +151,8 @@ class Device:
         overheads_said: where those come from, in a sentence; empty without them.
         graphs: what steps that only decode replay where a strategy lets steps wait: full graphs, which wait in front of
             them, as by the vLLM connector's default; or piecewise ones, which wait layer by layer.
+        before_batch: loads that join their own step begin before the host prepares its batch; of the bare device, which
+            prepares none, it says nothing.
     """
 
     def __init__(
@@ -161,12 +163,14 @@ class Device:
         overheads: Overheads | None = None,
         overheads_said: str = "",
         graphs: Graphs = Graphs.FULL,
+        before_batch: bool = False,
     ) -> None:
         self.profile = profile
         self.extrapolate = extrapolate
         self.overheads = overheads
         self.overheads_said = overheads_said
         self.graphs = graphs
+        self.before_batch = before_batch
         computing = profile
         for tokens, permille in overheads.prefill_rows if overheads is not None else ():
             computing = replace(computing, prefill=computing.prefill.with_row(tokens, permille / WHOLE))
@@ -174,11 +178,18 @@ class Device:
 
     def __repr__(self) -> str:
         said = f"extrapolate={self.extrapolate}, overheads={self.overheads!r}, graphs={self.graphs}"
-        return f"Device({self.profile!r}, {said})"
+        begun = ", before_batch=True" if self.before_batch else ""  # journals name devices by this
+        return f"Device({self.profile!r}, {said}{begun})"
 
     def with_overheads(self, overheads: Overheads | None) -> Device:
         """The same device behind such a host; None: the bare device."""
-        return Device(self.profile, extrapolate=self.extrapolate, overheads=overheads, graphs=self.graphs)
+        return Device(
+            self.profile,
+            extrapolate=self.extrapolate,
+            overheads=overheads,
+            graphs=self.graphs,
+            before_batch=self.before_batch,
+        )
 
     def check(self, regime: Regime, strategies: tuple[Strategy, ...]) -> None:
         """The profile was measured where this regime would be run.
@@ -233,7 +244,7 @@ class Device:
         made: Callable[..., Engine] = AutoEngine if strategy.chooses else Engine
         if self.overheads is not None:
             kind = AutoAheadEngine if strategy.chooses else AheadEngine
-            made = partial(kind, overheads=self.overheads, seed=seed)
+            made = partial(kind, overheads=self.overheads, seed=seed, before_batch=self.before_batch)
         made = partial(made, full_graphs=self.graphs_of(strategy) is Graphs.FULL)
         if not strategy.chooses:
             return made
