@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def test_a_file_from_before_they_were_parts_is_read_as_not_measured() -> None:
 # ---------------------------------------------------------------- measuring them
 
 
-def written(launch_ns: int, **more: object) -> list[RecordedRepeat]:
+def written(launch_ns: int, **more: Any) -> list[RecordedRepeat]:
     """Three repeats whose prefills' launches took so long."""
     true = replace(TRUE, prefill_launch_ns=launch_ns, scatter_permille=0, drift_permille=0)
     return [replace(write_repeat(true, DEVICE, 15_360, 768), **more) for _ in range(3)]
