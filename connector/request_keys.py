@@ -99,7 +99,7 @@ def _why_uncacheable(request: Any) -> str | None:
     if getattr(request, "prompt_embeds", None) is not None:
         return "prompts given as embeddings are not cached: their KV does not follow from token ids"
     if getattr(request, "pooling_params", None) is not None:
-        return "pooling requests are not cached: they keep no KV"
+        return "pooling requests are not cached: they are computed anew"
     return None
 
 
