@@ -299,7 +299,7 @@ class EngineObjects:
 
     def reset(self) -> bool:
         """As `Objects.reset`: false, since other engines share what the server keeps."""
-        _log.warning("the cache server keeps its objects: other engines share them; restart it to empty it")
+        _log.warning("the cache server keeps its objects for other engines; none of them is found here any more")
         return False
 
     def close(self) -> None:
