@@ -26,6 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "tenant": {"cache_salt": "s"},
     "image": {"mm_features": [IMAGE]},
     "embeddings": {"prompt_token_ids": None, "prompt_embeds": torch.ones(2 * BLOCK, 8)},
+    "other embeddings": {"prompt_token_ids": None, "prompt_embeds": torch.zeros(2 * BLOCK, 8)},
 }
 
 

@@ -67,13 +67,15 @@ def test_after_new_weights_and_a_reset_no_old_kv_is_found_and_the_new_is_for_nob
             assert ask_until_found(live, P).same(old)
             live.add("under way", Q, 40)
             live.step_until(lambda: live.request("under way").num_output_tokens > 3)
+            given = list(live.request("under way").output_token_ids)
             change_weights(live)
             assert live.llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
-            live.finish("under way")
+            under_way = live.finish("under way")[0]
             found = [live.generate(P)]
             live.forget_blocks()
             with live.nothing_loaded():
                 new = [live.generate(P), live.generate(Q)]
+                assert live.generate(Q + given, 40 - len(given)).tokens == under_way.tokens[len(given) :]
             live.forget_blocks()
             assert not new[0].same(old)
             found += [ask_until_found(live, P), live.generate(Q)]
@@ -86,9 +88,10 @@ def test_after_new_weights_and_a_reset_no_old_kv_is_found_and_the_new_is_for_nob
         other = LiveEngine(tiny_llama, settings, num_gpu_blocks_override=100)  # the weights of the folder again
         try:
             assert ask_until_found(other, P).same(old)
-            found_q = other.generate(Q)
+            longer = [*Q, *under_way.tokens]
+            loaded = other.generate(longer)
             other.forget_blocks()
             with other.nothing_loaded():
-                assert other.generate(Q).same(found_q)
+                assert other.generate(longer).same(loaded)
         finally:
             other.close()
