@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from lamella.cuda_ext import _engine_library as abi
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival import AfterEvent, Carrier, Fence, HostFence
+from lamella.cuda_ext.engine_options import deadline_ns, engine_options
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
 from lamella.cuda_ext.registered import RegisteredCache, block_table, native_shape
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
@@ -84,7 +85,8 @@ class TransferEngine:
         paced: CPU device, for tests: a window moves only when `grant` lets it.
 
     Raises:
-        ValueError: sizes or a device that cannot be.
+        TypeError: a value of the wrong type.
+        ValueError: sizes, times or a device that cannot be; none is cut down to what the C side can hold.
         LibraryMissingError: the device's native library was not built here.
         RuntimeError: CUDA refuses.
     """
@@ -109,32 +111,31 @@ class TransferEngine:
         batch_flags: int = 1,
         paced: bool = False,
     ) -> None:
-        kind, ordinal = _parse_device(device)
+        options, _kept = engine_options(
+            device,
+            order=order,
+            carrier=carrier,
+            rates=rates,
+            gather_factor=gather_factor,
+            switches={"avoid_kernels": avoid_kernels, "paced": paced},
+            sizes={
+                "num_layers": num_layers,
+                "staging_bytes": staging_bytes,
+                "window_bytes": window_bytes,
+                "in_flight_bytes": in_flight_bytes,
+                "turn_bytes": turn_bytes,
+                "batch_entries": batch_entries,
+                "kernel_ctas": kernel_ctas,
+                "batch_flags": batch_flags,
+            },
+        )
         if deadline_s <= 0:
             raise ValueError(f"deadline_s must be positive, got {deadline_s}")
         self.device = device
         self.carrier = carrier
         self._order = order or Fifo()
-        self._deadline_ns = int(deadline_s * 1e9)
-        self._library = abi.engine_library(f"lamella_{kind}")
-        rates_struct, _kept = rates.to_struct()
-        options = abi.EngineOptionsStruct(
-            device=int(kind == "cuda"),
-            ordinal=ordinal,
-            carrier=carrier.value,
-            num_layers=num_layers,
-            staging_bytes=staging_bytes,
-            window_bytes=window_bytes,
-            in_flight_bytes=in_flight_bytes,
-            turn_bytes=turn_bytes,
-            batch_entries=batch_entries,
-            kernel_ctas=kernel_ctas,
-            avoid_kernels=avoid_kernels,
-            batch_flags=batch_flags,
-            paced=paced,
-            gather_factor_percent=round(gather_factor * 100),
-            rates=rates_struct,
-        )
+        self._deadline_ns = deadline_ns(deadline_s)
+        self._library = abi.engine_library("lamella_cuda" if options.device else "lamella_cpu")
         handle = ctypes.c_void_p()
         abi.check_engine(self._library, self._library.lm_engine_create(options, ctypes.byref(handle)))
         self._handle = handle
@@ -244,7 +245,7 @@ class TransferEngine:
         table_sizes = array("i", map(len, tables))
         addresses = array("Q", objects.addresses)
         host_fence, event, stream, has_stream = self._fence(fence)
-        seconds_ns = self._deadline_ns if deadline_s is None else int(deadline_s * 1e9)
+        seconds_ns = self._deadline_ns if deadline_s is None else deadline_ns(deadline_s)
         handle, queued = ctypes.c_void_p(), abi.ProgressStruct()
         with self._lock:
             now_ns = time.monotonic_ns()
@@ -386,12 +387,3 @@ class TransferEngine:
         if self._closed:
             raise abi.TransferStopped("the engine is closed; create another")
         abi.check_engine(self._library, getattr(self._library, function)(self._handle, *arguments))
-
-
-def _parse_device(device: str) -> tuple[str, int]:
-    kind, colon, number = device.partition(":")
-    if (kind, colon) == ("cpu", ""):
-        return "cpu", 0
-    if kind == "cuda" and (number.isdecimal() if colon else True):
-        return "cuda", int(number or 0)
-    raise ValueError(f'a device is "cpu" or "cuda:N", got {device!r}')

@@ -21,9 +21,10 @@ from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.registration import NoRegistrar, Registrar, RegistrationReport
 from lamella.cuda_ext.shared_memory import HostMemory
 from lamella.cuda_ext.slot_index import Occupancy, SlotIndex
-from lamella.cuda_ext.slots import DEFAULT_PIECE_BYTES, SharedSlots, SlotMemory, SlotShape
+from lamella.cuda_ext.slots import DEFAULT_PIECE_BYTES, MOST_MEMORY, SharedSlots, SlotMemory, SlotShape
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ObjectLayout
+from lamella.reference.whole import check_whole
 
 
 class Backing(enum.Enum):
@@ -144,7 +145,8 @@ class HostPool:
             returns, the others as their pieces become ready.
 
     Raises:
-        ValueError: num_slots or piece_bytes below 1.
+        TypeError: num_slots or piece_bytes that is no whole number, a backing that is none.
+        ValueError: num_slots or piece_bytes below 1, or beyond any machine's memory.
         OSError: the memory is not to be had; the message carries sizes and limits.
         RegistrationError: (an OSError) not even the first piece could be registered.
     """
@@ -159,6 +161,10 @@ class HostPool:
         numa_node: int | None = None,
         piece_bytes: int = DEFAULT_PIECE_BYTES,
     ) -> None:
+        if not isinstance(backing, Backing):
+            raise TypeError(f"backing must be Backing.ANONYMOUS or Backing.SHARED, got {backing!r}")
+        check_whole("num_slots", num_slots, 1, MOST_MEMORY)
+        check_whole("piece_bytes", piece_bytes, 1, MOST_MEMORY)
         shape = SlotShape(layout.object_bytes, num_slots, piece_bytes)
         self.layout = layout
         self._lock = threading.Lock()

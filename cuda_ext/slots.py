@@ -19,8 +19,11 @@ from lamella.cuda_ext.numa import prefer_node
 from lamella.cuda_ext.registration import PieceState, Registrar, Registration, RegistrationReport
 from lamella.cuda_ext.shared_memory import HostMemory
 from lamella.reference.layout import GROUP_ALIGNMENT_BYTES
+from lamella.reference.whole import check_whole
 
 DEFAULT_PIECE_BYTES: Final = 256 << 20
+MOST_MEMORY: Final = 1 << 50
+"""Bytes or slots: more than any machine has."""
 _log = logging.getLogger(__name__)
 
 
@@ -34,7 +37,8 @@ class SlotShape:
         target_piece_bytes: about how many bytes are registered at once; a piece is whole slots and whole pages.
 
     Raises:
-        ValueError: a size that is not positive.
+        TypeError: a size that is no whole number.
+        ValueError: a size that is not positive, or beyond any machine's memory.
     """
 
     object_bytes: int
@@ -43,8 +47,7 @@ class SlotShape:
 
     def __post_init__(self) -> None:
         for name in ("object_bytes", "num_slots", "target_piece_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1, MOST_MEMORY)
 
     @property
     def pitch_bytes(self) -> int:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from lamella.reference.whole import check_whole
+
 
 class ObjectForm(enum.Enum):
     """How an object lies in host memory; the pool's creator picks one."""
@@ -17,6 +19,16 @@ class ObjectForm(enum.Enum):
     """`[K, L, T, D]`, C-contiguous: portable between block sizes and layouts."""
     BLOCK = "block"
     """`[L, B, block bytes]`, the engine's own blocks byte for byte: no kernel to move it, not portable."""
+
+
+def check_form(form: object) -> None:
+    """The form is one of the two, not its name: a name would pass for the token form.
+
+    Raises:
+        TypeError: it is no `ObjectForm`.
+    """
+    if not isinstance(form, ObjectForm):
+        raise TypeError(f"form must be ObjectForm.TOKEN or ObjectForm.BLOCK, got {form!r}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +44,7 @@ class KVGeometry:
         chunk_tokens: T, tokens of one full object.
 
     Raises:
+        TypeError: a size is no whole number.
         ValueError: a size is not positive, kv is not 1 or 2, or element_bytes is not 1, 2 or 4.
     """
 
@@ -44,8 +57,9 @@ class KVGeometry:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "chunk_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
+        for name in ("kv", "element_bytes"):
+            check_whole(name, getattr(self, name), 0)
         if self.kv not in (1, 2):
             raise ValueError(f"kv must be 1 (MLA, packed) or 2 (keys and values apart), got {self.kv}")
         if self.element_bytes not in (1, 2, 4):

@@ -20,11 +20,13 @@ from typing import NamedTuple
 import numpy as np
 from blake3 import blake3
 
-from lamella.reference.geometry import ObjectForm
+from lamella.reference.geometry import ObjectForm, check_form
 from lamella.reference.layout import ByteRange, ObjectLayout
+from lamella.reference.whole import check_whole
 
 _FORMAT_VERSION = 1
 MAX_TOKEN_ID = 2**32 - 1
+_MOST = 2**63 - 1  # that a key spells in its 64 bits, and that whoever reads it back can hold
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +45,7 @@ class KeySpace:
         salt: the tenant's secret or name; tenants with different salts never share an object.
 
     Raises:
-        TypeError: a salt that is not bytes.
+        TypeError: a salt that is not bytes, and any other field of the wrong type.
         ValueError: an empty model, dtype or inner_layout, a rank outside the size, or an empty layer range.
     """
 
@@ -59,15 +61,24 @@ class KeySpace:
 
     def __post_init__(self) -> None:
         for name in ("model", "dtype", "inner_layout"):
+            if not isinstance(getattr(self, name), str):
+                raise TypeError(f"{name} must be a str, got {getattr(self, name)!r}")
             if not getattr(self, name):
                 raise ValueError(f"{name} must not be empty: it decides what an object's bytes mean")
+        check_form(self.form)
         if not isinstance(self.salt, bytes):
             raise TypeError(f"salt must be bytes, got {self.salt!r}: encode it, as in b'acme'")
-        if self.chunk_tokens < 1:
-            raise ValueError(f"chunk_tokens must be at least 1, got {self.chunk_tokens}")
-        if not 0 <= self.tp_rank < self.tp_size:
+        check_whole("chunk_tokens", self.chunk_tokens, 1, _MOST)
+        check_whole("tp_size", self.tp_size, 1, _MOST)
+        check_whole("tp_rank", self.tp_rank, 0)
+        if self.tp_rank >= self.tp_size:
             raise ValueError(f"tp_rank must be between 0 and tp_size - 1, got {self.tp_rank} of {self.tp_size}")
-        if not 0 <= self.layers[0] < self.layers[1]:
+        layers: object = self.layers
+        if not isinstance(layers, tuple) or len(layers) != 2:
+            raise TypeError(f"layers must be a tuple of a first and a later end layer, got {self.layers!r}")
+        for layer in self.layers:
+            check_whole("layers", layer, 0, _MOST)
+        if not self.layers[0] < self.layers[1]:
             raise ValueError(f"layers must be a first and a later end layer, got {self.layers}")
 
     def digest(self) -> bytes:

@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lamella.reference.geometry import KVGeometry, ObjectForm
+from lamella.reference.geometry import KVGeometry, ObjectForm, check_form
+from lamella.reference.whole import check_whole
 
 LAYOUTS: Mapping[str, str] = {
     "kv-nb-bs-h-d": "KNTHD",
@@ -33,6 +34,10 @@ LAYOUTS: Mapping[str, str] = {
 
 `packed-*` has kv = 1 and head_dim = 2 * head size; `separate-*` has a tensor for K and one for V.
 """
+
+_FARTHEST = (1 << 63) - 1  # that a stride of the native code holds
+
+_AXIS_NAMES: Mapping[str, str] = {"K": "kv", "N": "block", "T": "token", "H": "head", "D": "dim", "L": "layer"}
 
 GROUP_ALIGNMENT_BYTES = 256
 """Each kernel group's array starts at a multiple of this inside an object, so that wide loads stay aligned."""
@@ -60,6 +65,7 @@ class EngineLayout:
         num_blocks, block_tokens, num_heads, head_dim, element_bytes: sizes.
 
     Raises:
+        TypeError: a size or stride is no whole number.
         ValueError: a size is not positive, layers differ in their kv, keys and values begin at one address, or two
             elements of a block share a byte.
     """
@@ -77,29 +83,22 @@ class EngineLayout:
 
     def __post_init__(self) -> None:
         for name in ("num_blocks", "block_tokens", "num_heads", "head_dim", "element_bytes"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_whole(name, getattr(self, name), 1)
+        for name in ("block_stride", "token_stride", "head_stride", "dim_stride"):
+            check_whole(name, getattr(self, name), -_FARTHEST, _FARTHEST)
         if not self.bases or len({len(layer) for layer in self.bases}) != 1 or len(self.bases[0]) not in (1, 2):
             raise ValueError(f"bases must hold 1 or 2 addresses for each layer, got {[len(b) for b in self.bases]}")
         if any(len(set(layer)) != len(layer) for layer in self.bases):
             raise ValueError("keys and values of a layer begin at one address; pass both tensors, or kv 1 for one run")
-        self._refuse_aliases()
-
-    def _refuse_aliases(self) -> None:
-        axes = [
-            (abs(self.dim_stride), self.head_dim, "dim"),
-            (abs(self.head_stride), self.num_heads, "head"),
-            (abs(self.token_stride), self.block_tokens, "token"),
-            (abs(self.block_stride), self.num_blocks, "block"),
-        ]
-        covered = self.element_bytes
-        for stride, size, name in sorted(axis for axis in axes if axis[1] > 1):
-            if stride < covered:
-                raise ValueError(
-                    f"{name}_stride {stride} is smaller than the {covered} bytes it must step over: "
-                    "elements would share bytes; pass the tensor's own strides, not an expanded view"
-                )
-            covered = stride * (size - 1) + covered
+        _refuse_aliases(
+            self.element_bytes,
+            [
+                (self.dim_stride, self.head_dim, "dim"),
+                (self.head_stride, self.num_heads, "head"),
+                (self.token_stride, self.block_tokens, "token"),
+                (self.block_stride, self.num_blocks, "block"),
+            ],
+        )
 
     @property
     def num_layers(self) -> int:
@@ -151,6 +150,22 @@ class EngineLayout:
                 )
 
 
+def _refuse_aliases(element_bytes: int, axes: Sequence[tuple[int, int, str]]) -> None:
+    """Every axis (stride, size, name) steps over what the axes of smaller strides cover.
+
+    Raises:
+        ValueError: one does not, so that elements would share bytes.
+    """
+    covered = element_bytes
+    for stride, size, name in sorted((abs(stride), size, name) for stride, size, name in axes if size > 1):
+        if stride < covered:
+            raise ValueError(
+                f"{name}_stride {stride} is smaller than the {covered} bytes it must step over: "
+                "elements would share bytes; pass the tensor's own strides, not an expanded view"
+            )
+        covered = stride * (size - 1) + covered
+
+
 def engine_layout(axes: str, tensors: Sequence[TensorView | tuple[TensorView, TensorView]]) -> EngineLayout:
     """Describes a paged cache from its tensors.
 
@@ -161,7 +176,8 @@ def engine_layout(axes: str, tensors: Sequence[TensorView | tuple[TensorView, Te
             (K tensor, V tensor) for layouts that keep them apart. All share shape and strides.
 
     Raises:
-        ValueError: unknown or missing letters, wrong rank, tensors that differ in shape or strides.
+        ValueError: unknown or missing letters, wrong rank, tensors that differ in shape or strides, strides by which
+            elements share bytes, and as `EngineLayout`.
 
     >>> view = TensorView(address=0, shape=(8, 16, 4, 64), strides=(8192, 512, 128, 2), element_bytes=2)
     >>> layout = engine_layout("NTHD", [(view, view._replace(address=65536))])
@@ -186,6 +202,7 @@ def engine_layout(axes: str, tensors: Sequence[TensorView | tuple[TensorView, Te
         raise ValueError(f"axes {axes!r} hold every layer in one tensor, got {len(parts)} tensors")
     size = dict(zip(axes, first.shape, strict=True))
     stride = dict(zip(axes, first.strides, strict=True))
+    _refuse_aliases(first.element_bytes, [(stride[axis], size[axis], _AXIS_NAMES[axis]) for axis in axes])
 
     def bases_of(entry: tuple[TensorView, ...], layer: int) -> tuple[int, ...]:
         start = layer * stride.get("L", 0)
@@ -235,8 +252,7 @@ class KernelGroup:
             raise ValueError(
                 f"layers must be {self.geometry.num_layers} ascending layer indices, one a layer, got {self.layers}"
             )
-        if self.block_tokens < 1:
-            raise ValueError(f"block_tokens must be at least 1, got {self.block_tokens}")
+        check_whole("block_tokens", self.block_tokens, 1)
 
     @property
     def block_bytes(self) -> int:
@@ -258,6 +274,7 @@ class ObjectLayout:
         form: token or block.
 
     Raises:
+        TypeError: a form that is only named.
         ValueError: no group, differing chunk_tokens, a layer that no group holds, or (block form) chunk_tokens that is
             not a multiple of a group's block_tokens.
     """
@@ -266,6 +283,7 @@ class ObjectLayout:
     form: ObjectForm = ObjectForm.TOKEN
 
     def __post_init__(self) -> None:
+        check_form(self.form)
         if not self.groups:
             raise ValueError("an object needs at least one kernel group, got none")
         chunk_sizes = {group.geometry.chunk_tokens for group in self.groups}

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from lamella.reference.whole import check_whole
+
 
 class Slice(NamedTuple):
     """Layers `[first_layer, first_layer + num_layers)`, moved together and landed together."""
@@ -27,6 +29,7 @@ def plan_slices(num_layers: int, width: int | Sequence[int]) -> tuple[Slice, ...
             `[1, 1, 2, 4]`. The last slice is shorter where the widths do not divide num_layers.
 
     Raises:
+        TypeError: num_layers or a width is no whole number.
         ValueError: num_layers < 1, an empty schedule, or a width outside 1 .. num_layers.
 
     >>> plan_slices(5, 2)
@@ -34,12 +37,16 @@ def plan_slices(num_layers: int, width: int | Sequence[int]) -> tuple[Slice, ...
     >>> [s.num_layers for s in plan_slices(9, [1, 1, 2, 4])]
     [1, 1, 2, 4, 1]
     """
-    if num_layers < 1:
-        raise ValueError(f"num_layers must be at least 1, got {num_layers}")
+    check_whole("num_layers", num_layers, 1)
+    given: object = width
+    if isinstance(given, str) or not isinstance(given, int | Sequence):
+        raise TypeError(f"a width is an int or a list of them such as [1, 1, 2], got {width!r}; parse_width reads text")
     schedule = (width,) if isinstance(width, int) else tuple(width)
     if not schedule:
         raise ValueError("a schedule of widths needs at least one width, got none")
     for layers_per_slice in schedule:
+        if isinstance(layers_per_slice, bool) or not isinstance(layers_per_slice, int):
+            raise TypeError(f"layers_per_slice must be a whole number (an int), got {layers_per_slice!r}")
         if not 1 <= layers_per_slice <= num_layers:
             raise ValueError(f"layers_per_slice must be between 1 and {num_layers}, got {layers_per_slice}")
     slices: list[Slice] = []

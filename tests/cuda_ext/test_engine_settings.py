@@ -1,8 +1,10 @@
 """What an engine is made with, and the structures that Python and the native library share."""
 
 import ctypes
+import re
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,9 +17,11 @@ from lamella.cuda_ext._engine_library import (
     RatesStruct,
     SubmissionStruct,
 )
+from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext._library import HostObjectsStruct
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
+from lamella.reference.plan import Direction
 from native_build import COMPILER, ROOT
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
@@ -94,6 +98,53 @@ def test_rates_come_from_a_profile_or_are_refused() -> None:
 def test_impossible_engines_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         TransferEngine(**options)  # type: ignore[arg-type]
+
+
+WHOLE = ("num_layers", "staging_bytes", "window_bytes", "in_flight_bytes", "turn_bytes", "batch_entries", "kernel_ctas")
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "batch_flags"])
+def test_what_the_native_code_cannot_hold_is_refused_not_cut_to_its_lowest_bits(name: str) -> None:
+    for wrong in (-1, (1 << 32) + 2, 1 << 63, (1 << 64) + (1 << 26), 10**30):
+        if name.endswith("bytes") and wrong == (1 << 32) + 2:
+            continue  # is 4 GiB
+        with pytest.raises(ValueError, match=f"{name} must be at (least|most) .*, got {wrong:,}"):
+            TransferEngine(**{name: wrong})  # type: ignore[arg-type]
+    for wrong in (True, 1.5, "2", None, float("nan")):
+        with pytest.raises(TypeError, match=re.escape(f"{name} must be a whole number (an int), got {wrong!r}")):
+            TransferEngine(**{name: wrong})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"device": None}, 'a device is "cpu" or "cuda:N", got None'),
+        ({"device": "cuda:\u0661"}, 'a device is "cpu" or "cuda:N", got'),
+        ({"avoid_kernels": 2}, "avoid_kernels must be True or False, got 2"),
+        ({"paced": None}, "paced must be True or False, got None"),
+        ({"carrier": "event"}, "carrier must be a Carrier such as Carrier.EVENT, got 'event'"),
+        ({"rates": None}, "rates must be EngineRates"),
+        ({"order": "fifo"}, "order must be a policy of lamella.reference.ordering such as Fifo(), got 'fifo'"),
+        ({"gather_factor": -0.5}, "gather_factor must be between 0 and 1,000,000, got -0.5"),
+        ({"gather_factor": float("nan")}, "gather_factor must be between 0 and 1,000,000, got nan"),
+        ({"gather_factor": 1e30}, "gather_factor must be between 0 and 1,000,000, got 1e+30"),
+        ({"deadline_s": float("nan")}, "deadline_s must be at most 1,000,000,000 seconds, got nan"),
+        ({"deadline_s": 1e30}, "deadline_s must be at most 1,000,000,000 seconds, got 1e+30"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_by_its_name(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=re.escape(sentence)):
+        TransferEngine(**options)
+
+
+def test_a_call_s_own_deadline_is_bounded_too() -> None:
+    small = SmallCache()
+    with TransferEngine("cpu", num_layers=6) as engine:
+        cache = engine.register_cache(small.layout, small.engines)
+        for wrong in (float("nan"), float("inf"), 1e30):
+            with pytest.raises(ValueError, match="deadline_s must be at most 1,000,000,000 seconds"):
+                engine.retrieve(cache, HostObjects(()), [()], 0, deadline_s=wrong)
+        assert engine.lane(Direction.RETRIEVE).live_transfers == 0
 
 
 def test_a_cache_that_does_not_fit_is_refused() -> None:

@@ -1,7 +1,9 @@
 """The host pool: leases, reservations, eviction."""
 
+import re
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -21,6 +23,22 @@ def pool() -> Iterator[HostPool]:
     pool = HostPool(LAYOUT, 4)
     yield pool
     pool.close()
+
+
+@pytest.mark.parametrize("name", ["num_slots", "piece_bytes"])
+@pytest.mark.parametrize("wrong", [True, 1.5, "2", float("nan"), 0, -1, 10**30], ids=repr)
+def test_a_size_of_a_pool_that_cannot_be_is_refused_by_its_name_and_value(name: str, wrong: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be .*, got {wrong:,}" if wrong == 10**30 else name):
+        HostPool(LAYOUT, **{"num_slots": 2, name: wrong})
+
+
+@pytest.mark.parametrize("wrong", ["shared", None, True], ids=repr)
+def test_the_name_of_a_backing_is_none(wrong: Any) -> None:
+    """It passed for anonymous memory, which no other process can map."""
+    with pytest.raises(
+        TypeError, match=re.escape(f"backing must be Backing.ANONYMOUS or Backing.SHARED, got {wrong!r}")
+    ):
+        HostPool(LAYOUT, 2, backing=wrong)
 
 
 def test_an_object_is_found_only_after_its_bytes_are_there(pool: HostPool) -> None:

@@ -184,7 +184,10 @@ def test_the_type_in_which_ids_are_handed_over_does_not_change_a_key(dtype: Any)
         ({"inner_layout": ""}, "inner_layout must not be empty"),
         ({"chunk_tokens": 0}, "chunk_tokens must be at least 1, got 0"),
         ({"tp_rank": 2, "tp_size": 2}, "tp_rank must be between 0 and tp_size - 1, got 2 of 2"),
-        ({"tp_rank": -1}, "tp_rank must be between 0 and tp_size - 1, got -1 of 1"),
+        ({"tp_rank": -1}, "tp_rank must be at least 0, got -1"),
+        ({"tp_size": 0}, "tp_size must be at least 1, got 0"),
+        ({"chunk_tokens": 1 << 63}, "chunk_tokens must be at most 9,223,372,036,854,775,807"),
+        ({"layers": (-1, 3)}, "layers must be at least 0, got -1"),
         ({"layers": (3, 3)}, "layers must be a first and a later end layer, got (3, 3)"),
     ],
 )

@@ -111,6 +111,22 @@ def test_a_wrong_description_is_refused_with_its_value(axes: str, tensors: list[
         engine_layout(axes, [view_of(tensor) for tensor in tensors])
 
 
+@pytest.mark.parametrize("axes", ["KNTHD", "NKTHD", "KNHTD", "NKHTD", "NLKTHD", "LKNTHD", "NTHD", "NHTD", "NTD"])
+def test_a_view_in_which_elements_of_any_two_axes_share_bytes_is_refused_by_the_axis(axes: str) -> None:
+    """Each axis in turn steps over too little; of K and L too, which a block's own strides do not show."""
+    whole = view_of(np.zeros([2] * len(axes), np.uint16))
+    names = {"K": "kv", "N": "block", "T": "token", "H": "head", "D": "dim", "L": "layer"}
+    entries = [whole] if "L" in axes else [whole, whole._replace(address=whole.address + 4096)]
+    assert engine_layout(axes, entries).num_layers == 2
+    for axis, name in enumerate(axes[:-1]):
+        strides = list(whole.strides)
+        strides[axis] = strides[axis + 1]
+        narrow = [entry._replace(strides=tuple(strides)) for entry in entries]
+        with pytest.raises(ValueError, match="_stride .* is smaller than the .* elements would share bytes") as refused:
+            engine_layout(axes, narrow)
+        assert str(refused.value).split("_stride")[0] in (names[name], names[axes[axis + 1]])
+
+
 def test_separate_tensors_for_axes_that_hold_k_and_v_are_refused() -> None:
     view = view_of(np.zeros((2, 1, 1, 1, 1), np.uint8))
     with pytest.raises(ValueError, match="hold K and V or all layers in one tensor, got separate K and V tensors"):
