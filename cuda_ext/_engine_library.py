@@ -99,6 +99,22 @@ SUBMISSION = struct.Struct("@4i2Q3q2i2QQqQq2QiIQqQQQQ")
 """`lm_submission` to be packed at once: on the path of every request, a ctypes structure costs five times as much."""
 
 
+def pack_submission(*values: Any) -> bytes:
+    """The values of a `SubmissionStruct`, in its order, as it lies in memory.
+
+    Raises:
+        ValueError: one that its field cannot hold.
+    """
+    try:
+        return SUBMISSION.pack(*values)
+    except struct.error as mistake:
+        num_tokens, skip_tokens, null_block = values[6:9]
+        raise ValueError(
+            f"num_tokens, skip_tokens and null_block are 32-bit integers, got {num_tokens!r}, {skip_tokens!r} and "
+            f"{null_block!r}; board and generation are unsigned ({mistake})"
+        ) from mistake
+
+
 class ProgressStruct(Structure):
     """`lm_progress`."""
 

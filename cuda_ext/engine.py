@@ -26,7 +26,7 @@ from lamella.cuda_ext.arrival import AfterEvent, Carrier, Fence, HostFence
 from lamella.cuda_ext.engine_options import deadline_ns, engine_options
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
 from lamella.cuda_ext.registered import RegisteredCache, block_table, native_shape
-from lamella.cuda_ext.transfer import CopyMethod, Transfer
+from lamella.cuda_ext.transfer import CopyMethod, Transfer, timeout_ns
 from lamella.reference.layout import EngineLayout, ObjectLayout
 from lamella.reference.ordering import Fifo, OrderPolicy, Submission
 from lamella.reference.plan import Direction, TransferRequest, check_request
@@ -257,7 +257,7 @@ class TransferEngine:
             if len(keys) != len(plan.slices):
                 raise ValueError(f"keys must have one entry for each of {len(plan.slices)} slices, got {len(keys)}")
             packed_keys = array("q", keys)
-            submission = abi.SUBMISSION.pack(
+            submission = abi.pack_submission(
                 cache.number,
                 _DIRECTIONS[direction],
                 method.value,
@@ -364,15 +364,17 @@ class TransferEngine:
         """Transfers in flight were cancelled and have drained, their `on_drained` was called, and the threads ended.
 
         Raises:
+            ValueError: a bound below 0 or of more than 30 years; the engine is as it was.
             TimeoutError: the device did not drain within the bound. The engine is closed all the same; its device
                 memory stays taken, because copies may still use it.
         """
+        bound_ns = timeout_ns(timeout_s)  # first: the threads end only by a close that was begun
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         try:
-            abi.check_engine(self._library, self._library.lm_engine_close(self._handle, int(timeout_s * 1e9)))
+            abi.check_engine(self._library, self._library.lm_engine_close(self._handle, bound_ns))
         finally:
             self._reaper.join()
             self._library.lm_engine_destroy(self._handle)

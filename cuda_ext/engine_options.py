@@ -8,14 +8,13 @@ from typing import Any, Final
 from lamella.cuda_ext._engine_library import EngineOptionsStruct
 from lamella.cuda_ext.arrival import Carrier
 from lamella.cuda_ext.rates import EngineRates
+from lamella.cuda_ext.transfer import MOST_SECONDS
 from lamella.reference.ordering import OrderPolicy
 from lamella.reference.whole import check_whole
 
 MOST_LAYERS: Final = 1 << 16
 """More than any model has; the engine keeps a word and an event for each."""
 MOST_GATHER_FACTOR: Final = 1_000_000
-MOST_DEADLINE_S: Final = 10**9
-"""Thirty years, as in the settings of the cache engine."""
 _MOST_COUNT: Final = (1 << 31) - 1
 _MOST: Final = {
     "num_layers": MOST_LAYERS,
@@ -78,8 +77,8 @@ def deadline_ns(deadline_s: float) -> int:
     Raises:
         ValueError: no number, or more than a clock of 64 bits of ns is good for.
     """
-    if not abs(deadline_s) <= MOST_DEADLINE_S:
-        raise ValueError(f"deadline_s must be at most {MOST_DEADLINE_S:,} seconds, got {deadline_s}")
+    if not abs(deadline_s) <= MOST_SECONDS:
+        raise ValueError(f"deadline_s must be at most {MOST_SECONDS:,} seconds, got {deadline_s}")
     return int(deadline_s * 1e9)
 
 

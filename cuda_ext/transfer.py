@@ -5,12 +5,14 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from lamella.cuda_ext._engine_library import ProgressStruct, TransferStopped, check_engine
 from lamella.reference.slices import Slice
 
 _NS = 1_000_000_000
+MOST_SECONDS: Final = 10**9
+"""Thirty years, as in the settings of the cache engine: the bound of every bound."""
 
 
 class CopyMethod(enum.Enum):
@@ -168,7 +170,7 @@ class Transfer:
         Raises:
             TimeoutError: it is not final within the bound.
         """
-        self._check(self._library.lm_transfer_wait(self._handle, _ns(timeout_s)))
+        self._check(self._library.lm_transfer_wait(self._handle, timeout_ns(timeout_s)))
         return self.state
 
     def wait_recorded(self, slices: int, timeout_s: float) -> None:
@@ -178,7 +180,7 @@ class Transfer:
             ValueError: more slices than there are.
             TimeoutError, TransferStopped: as `wait`.
         """
-        self._check(self._library.lm_transfer_wait_slices(self._handle, slices, 0, _ns(timeout_s)))
+        self._check(self._library.lm_transfer_wait_slices(self._handle, slices, 0, timeout_ns(timeout_s)))
 
     def wait_landed(self, slices: int, timeout_s: float) -> None:
         """That many slices are in place.
@@ -187,7 +189,7 @@ class Transfer:
             ValueError: more slices than there are.
             TimeoutError, TransferStopped: as `wait`.
         """
-        self._check(self._library.lm_transfer_wait_slices(self._handle, slices, 1, _ns(timeout_s)))
+        self._check(self._library.lm_transfer_wait_slices(self._handle, slices, 1, timeout_ns(timeout_s)))
 
     def wait_layer(self, layer: int, stream: int = 0, timeout_s: float = 30.0) -> int:
         """Work given to `stream` from now on runs after the layer has landed; returns the host's waiting time in ns.
@@ -213,14 +215,16 @@ class Transfer:
             if layer in self._landed:
                 return 0
         waited = ctypes.c_int64()
-        status = self._library.lm_transfer_wait_layer(self._handle, layer, stream, _ns(timeout_s), ctypes.byref(waited))
+        status = self._library.lm_transfer_wait_layer(
+            self._handle, layer, stream, timeout_ns(timeout_s), ctypes.byref(waited)
+        )
         if status:
             self._check(status)
         return waited.value
 
     def gate(self, stream: int, timeout_s: float) -> None:
         """As `GraphWaits.gate`."""
-        self._check(self._library.lm_transfer_gate(self._handle, stream, _ns(timeout_s)))
+        self._check(self._library.lm_transfer_gate(self._handle, stream, timeout_ns(timeout_s)))
 
     def cancel(self) -> None:
         """Nothing more of it is issued. It is final, CANCELLED, once what is in flight has drained; LANDED if that was
@@ -255,7 +259,12 @@ class Transfer:
             self._library.lm_transfer_release(self._handle)
 
 
-def _ns(timeout_s: float) -> int:
-    if timeout_s < 0:
-        raise ValueError(f"timeout_s must not be negative, got {timeout_s}")
+def timeout_ns(timeout_s: float) -> int:
+    """A bound in ns.
+
+    Raises:
+        ValueError: below 0, no number, or beyond what a clock of 64 bits of ns is good for.
+    """
+    if not 0 <= timeout_s <= MOST_SECONDS:
+        raise ValueError(f"timeout_s must be between 0 and {MOST_SECONDS:,}, got {timeout_s}")
     return int(timeout_s * _NS)

@@ -5,7 +5,7 @@ from the sweep's by position, and results come back in the order of the cells. S
 its journal, and finished elsewhere, and is the same to the byte.
 
 A journal is a file of JSON lines: one that says which sweep it is, then one for each cell that is done. A line that was
-cut off by a crash is computed again.
+cut off by a crash, or does not match its own check, is computed again, and so is what follows it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from lamella.sim.bounds import MOST_WORKERS, check_range, check_seed
 
-JOURNAL_VERSION: Final = 1
+JOURNAL_VERSION: Final = 2
 BATCHES_A_WORKER: Final = 8
 """Cells travel in batches; so many for each worker keep the last ones from waiting for one."""
 
@@ -121,7 +121,8 @@ def run_cells(work: Work, shared: Any, cells: Sequence[Any], seed: int, how: Run
                 text = json.dumps(answer)
                 answers[position] = json.loads(text)
                 if log is not None:
-                    log.write(f'{{"cell": {position}, "answer": {text}}}\n')
+                    check = _check_of(position, text)
+                    log.write(f'{{"cell": {position}, "check": "{check}", "answer": {text}}}\n')
             if log is not None:
                 log.flush()
             if how.on_done is not None:
@@ -215,6 +216,11 @@ def _fingerprint(work: Work, shared: Any, cells: Sequence[Any], seed: int) -> st
     return sha256(json.dumps(parts).encode()).hexdigest()
 
 
+def _check_of(position: int, text: str) -> str:
+    """What a cell's line says of itself, so that a digit that changed on the disk is no answer."""
+    return sha256(f"{position} {text}".encode()).hexdigest()[:16]
+
+
 def _open_journal(path: Path, name: str, count: int) -> list[tuple[int, Answer]]:
     """What the journal holds of this sweep; a fresh one is begun where there is none.
 
@@ -236,10 +242,12 @@ def _open_journal(path: Path, name: str, count: int) -> list[tuple[int, Answer]]
     for line in lines[:-1]:  # what follows the last line end was cut off
         try:
             entry = json.loads(line)
-            position, answer = entry["cell"], entry["answer"]
+            position, check, answer = entry["cell"], entry["check"], entry["answer"]
         except (ValueError, KeyError, TypeError):
             break
         if type(position) is not int or not 0 <= position < count or not isinstance(answer, dict):
+            break
+        if check != _check_of(position, json.dumps(answer)):
             break
         found.append((position, answer))
         whole += len(line) + 1

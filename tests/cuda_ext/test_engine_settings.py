@@ -137,6 +137,34 @@ def test_an_option_of_the_wrong_kind_is_refused_by_its_name(options: dict[str, A
         TransferEngine(**options)
 
 
+@pytest.mark.timeout(20)
+def test_a_bound_that_is_none_is_refused_and_the_engine_closes_by_another() -> None:
+    """The threads' end was waited for without having been asked for: a close within infinity never came back."""
+    small = SmallCache()
+    engine = TransferEngine("cpu", num_layers=6)
+    cache = engine.register_cache(small.layout, small.engines)
+    done = engine.retrieve(cache, HostObjects(()), [()], 0)
+    for wrong in (float("inf"), float("nan"), -1.0, 1e30):
+        sentence = re.escape(f"timeout_s must be between 0 and 1,000,000,000, got {wrong}")
+        for call in (engine.close, done.wait, done.wait_final):
+            with pytest.raises(ValueError, match=sentence):
+                call(wrong)
+    engine.retrieve(cache, HostObjects(()), [()], 0).wait(10)
+    engine.close()
+
+
+@pytest.mark.parametrize("wrong", [1.5, float("nan"), 10**30], ids=repr)
+@pytest.mark.parametrize("name", ["num_tokens", "skip_tokens", "null_block"])
+def test_a_number_that_the_native_code_cannot_hold_is_refused_with_nothing_queued(name: str, wrong: Any) -> None:
+    small = SmallCache()
+    with TransferEngine("cpu", num_layers=6) as engine:
+        cache = engine.register_cache(small.layout, small.engines)
+        with pytest.raises(ValueError, match=re.escape(f"{wrong!r}")):
+            engine.retrieve(cache, HostObjects(()), [()], **{"num_tokens": 0, name: wrong})
+        assert engine.lane(Direction.RETRIEVE).live_transfers == 0
+        assert not engine._held
+
+
 def test_a_call_s_own_deadline_is_bounded_too() -> None:
     small = SmallCache()
     with TransferEngine("cpu", num_layers=6) as engine:

@@ -77,6 +77,19 @@ def test_a_damaged_line_and_what_follows_it_are_computed_again(tmp_path: Path) -
     assert len(journal.read_text().splitlines()) == 1 + len(CELLS)
 
 
+@pytest.mark.parametrize("line", range(1, 1 + len(CELLS)))
+def test_a_digit_that_changed_in_a_journal_is_no_answer(tmp_path: Path, line: int) -> None:
+    """Every digit of the line in turn; the line stays JSON, and the cell one of the sweep."""
+    journal = tmp_path / "journal.jsonl"
+    whole = run_cells(work, SHARED, CELLS, 5, Running(journal=journal))
+    lines = journal.read_text().splitlines()
+    for at, letter in enumerate(lines[line]):
+        if letter.isdigit():
+            changed = lines[line][:at] + str((int(letter) + 1) % 10) + lines[line][at + 1 :]
+            journal.write_text("\n".join([*lines[:line], changed, *lines[line + 1 :]]) + "\n")
+            assert run_cells(work, SHARED, CELLS, 5, Running(journal=journal)) == whole
+
+
 @pytest.mark.parametrize(
     ("shared", "cells", "seed"), [({"factor": 0.2}, CELLS, 5), (SHARED, CELLS[1:], 5), (SHARED, CELLS, 6)]
 )
