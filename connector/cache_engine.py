@@ -15,6 +15,7 @@ Source: names and yields are those of LMCache's layerwise mode.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -126,7 +127,7 @@ class CacheEngine:
         """
         hit = min(self.lookup(tokens, tenant=tenant), max(0, len(tokens) - 1))
         if self.storage.layout.form is ObjectForm.BLOCK:
-            hit -= hit % max(group.block_tokens for group in self.storage.layout.groups)
+            hit -= hit % math.lcm(*(group.block_tokens for group in self.storage.layout.groups))
         return max(0, hit - num_computed_tokens)
 
     # ---- loading
@@ -275,6 +276,10 @@ class CacheEngine:
         """Whether every transfer begun has drained and let go of its objects within the bound."""
         streams = (self.connector.load_stream, self.connector.store_stream)
         return all(stream.outstanding.wait(timeout_s) for stream in streams)
+
+    def let_go_of_loads(self) -> None:
+        """The objects of loads that have landed are free for whoever needs room next, within the connector's bound."""
+        self.connector.load_stream.outstanding.wait(self.connector.timeout_s)
 
     # ---- health and trace
 

@@ -201,6 +201,8 @@ class LayerwiseHooks:
                 if whole:
                     stored[request_id] = next(storer)
             loaded = {one.request.request_id: one.num_tokens for one in self._retrievers}
+            if self._retrievers and not failed:  # landed, but their objects are let go by the engine's own thread
+                self._engine.let_go_of_loads()
             return StepReport(loaded, failed, stored)
         finally:
             self.abort()

@@ -10,6 +10,7 @@ Rules: `SafetyRules`. Contracts REL-1, SAFE-1, SAFE-3, SAFE-6 of `lamella.connec
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -110,7 +111,7 @@ class SchedulerSide:
             return None, False
         num_tokens = hits * size
         if self._rules.whole_blocks:
-            unit = max(self._facts.block_tokens)
+            unit = math.lcm(*self._facts.block_tokens)
             num_tokens = min(num_tokens, (request.num_tokens - 1) // unit * unit)
         num_tokens = min(num_tokens, request.num_tokens)
         wanted = max(0, num_tokens - local_hit)

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cache_driver import Deployment
@@ -13,6 +14,9 @@ from lamella.connector.in_process import InProcessCache
 from lamella.connector.layer_hooks import StepReport, StepRequest
 from lamella.connector.layerwise import LayerwiseConnector
 from lamella.connector.storage.circuit import CircuitState, GuardedTier
+from lamella.reference.geometry import KVGeometry, ObjectForm
+from lamella.reference.keys import KeySpace
+from lamella.reference.layout import KernelGroup, ObjectLayout, TensorView, engine_layout
 from storage_servers import REDIS_MISSING, redis_server
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
@@ -153,3 +157,31 @@ def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> None:
             InProcessCache(CacheSettings(pool_objects=2), other.space, run.layout, run.caches)
         with pytest.raises(ValueError, match="give compute_stream"):
             InProcessCache(CacheSettings(pool_objects=2), run.space, run.layout, run.caches, device="cuda:0")
+
+
+def test_a_prompt_wholly_cached_is_loaded_up_to_a_block_of_every_group_whatever_their_sizes() -> None:
+    """Blocks of 2 and of 3 tokens in objects of 6, in block form: of 12 cached tokens 6 can be loaded."""
+    sizes, chunk, heads = (2, 3), 6, 2
+    layout = ObjectLayout(
+        tuple(KernelGroup(KVGeometry(1, 2, heads, 4, 2, chunk), (layer,), size) for layer, size in enumerate(sizes)),
+        ObjectForm.BLOCK,
+    )
+    arrays = [np.random.default_rng(size).integers(1, 9, (2, 12, size, heads, 4), np.uint16) for size in sizes]
+    caches = [engine_layout("KNTHD", [TensorView(a.ctypes.data, a.shape, a.strides, 2)]) for a in arrays]
+    space = KeySpace("tiny", "uint16", ObjectForm.BLOCK, "of 2 and 3", chunk, 0, 1, (0, 2))
+    tokens = list(range(12))
+    with InProcessCache(CacheSettings(use_layerwise=True, pool_objects=4), space, layout, caches) as cache:
+
+        def moved(request: StepRequest) -> StepReport:
+            cache.hooks.start_load_kv([request])
+            for layer in range(2):
+                cache.hooks.wait_for_layer_load(layer)
+                cache.hooks.save_kv_layer(layer)
+            return cache.hooks.wait_for_save()
+
+        assert moved(StepRequest("a", tokens, [list(range(6)), list(range(4))], 0, 0)).stored == {"a": 12}
+        matched = cache.cache_engine.num_new_matched_tokens(tokens, 0)
+        assert matched == 6
+        assert moved(StepRequest("b", tokens, [list(range(6, 12)), list(range(4, 8))], 0, matched)).loaded == {"b": 6}
+    for array, size, first in zip(arrays, sizes, (6, 4), strict=True):
+        assert (array[:, : 6 // size] == array[:, first : first + 6 // size]).all()

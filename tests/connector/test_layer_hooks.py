@@ -376,3 +376,25 @@ def test_a_trace_has_one_span_a_slice_with_its_layers() -> None:
             assert cuts == [(0, 1), (1, 2), (3, 2)]
         assert all(0 < span.start_ns <= span.end_ns for span in recorded)
         assert np.diff([span.start_ns for span in recorded if span.kind == "load"]).min() >= 0
+
+
+def test_a_step_that_has_ended_holds_nothing_so_the_next_one_has_room() -> None:
+    """A pool of one prompt: each step's load is of what the next step's store must evict."""
+    one, other = TOKENS[:8], [token + 1000 for token in TOKENS[:8]]
+    with Deployment(num_slots=2) as run:
+        hooks = LayerwiseHooks(run.cache_engine)
+
+        def step(request: StepRequest) -> StepReport:
+            hooks.start_load_kv([request])
+            for layer in range(run.num_layers):
+                hooks.wait_for_layer_load(layer)
+                hooks.save_kv_layer(layer)
+            return hooks.wait_for_save()
+
+        step(StepRequest("first", one, [HERE], 0, 0))
+        for turn in range(500):
+            here, there = (one, other) if turn % 2 == 0 else (other, one)
+            matched = run.cache_engine.num_new_matched_tokens(here, 0)
+            assert step(StepRequest("load", here, [THERE], 0, matched)).loaded == {"load": 7}
+            assert run.pool.report().occupancy.pins == 0
+            assert step(StepRequest("store", there, [HERE], 0, 0)).stored == {"store": 8}
