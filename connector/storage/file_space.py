@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 from lamella.connector.storage.tier import TierError
+from lamella.reference.whole import check_whole
 
 OBJECT_SUFFIX: Final = ".kv"
 _ROOM_TO_MAKE: Final = 0.9  # of the limit: one scan makes room for many puts
@@ -61,8 +62,8 @@ class FileSpace:
     """
 
     def __init__(self, folder: Path, max_bytes: int | None, ttl_ns: int | None, clock_ns: Callable[[], int]) -> None:
-        if max_bytes is not None and max_bytes < 1:
-            raise ValueError(f"max_bytes must be positive, got {max_bytes}")
+        if max_bytes is not None:
+            check_whole("max_bytes", max_bytes, 1)
         if ttl_ns is not None and ttl_ns < 1:
             raise ValueError(f"ttl_ns must be positive, got {ttl_ns}")
         self._folder = folder

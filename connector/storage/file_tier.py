@@ -31,7 +31,14 @@ from lamella.connector.storage.file_space import OBJECT_SUFFIX, FileSpace, mark_
 from lamella.connector.storage.header_cache import HeaderCache
 from lamella.connector.storage.object_format import Header, ObjectFormat
 from lamella.connector.storage.open_files import OpenFiles, OpenObject, close_all
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges, get_alone
+from lamella.connector.storage.tier import (
+    DamagedObjectError,
+    Leading,
+    TierError,
+    check_ranges,
+    check_seconds,
+    get_alone,
+)
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -77,8 +84,8 @@ class FileTier:
         if not isinstance(folder, Path):
             raise TypeError(f"folder must be a pathlib.Path, got {folder!r}: pass Path({folder!r})")
         self.format = ObjectFormat(object_bytes, run_bytes)
-        if ttl_s is not None and not 0 < ttl_s < float("inf"):
-            raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
+        if ttl_s is not None:
+            check_seconds("ttl_s", ttl_s)
         self._folder = folder
         self._root = f"{folder}/{self.format.tag}/"
         self._clock_ns = clock_ns

@@ -19,7 +19,14 @@ from typing import Final
 from lamella.connector.storage.header_cache import HeaderCache
 from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, take
 from lamella.connector.storage.redis_server import Question, RedisServer
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_ranges, get_alone
+from lamella.connector.storage.tier import (
+    DamagedObjectError,
+    Leading,
+    TierError,
+    check_ranges,
+    check_seconds,
+    get_alone,
+)
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -66,8 +73,8 @@ class RedisTier:
                 f"a Redis value holds {MAX_VALUE_BYTES} bytes, an object with its header {self.format.stored_bytes}: "
                 "store smaller chunks"
             )
-        if ttl_s is not None and not 0.001 <= ttl_s < float("inf"):
-            raise ValueError(f"ttl_s must be at least a millisecond and finite, got {ttl_s}")
+        if ttl_s is not None:
+            check_seconds("ttl_s", ttl_s)
         self._namespace = namespace
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
         self._server = RedisServer(url, cluster=cluster, timeout_s=timeout_s, retries=retries)

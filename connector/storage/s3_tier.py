@@ -23,7 +23,14 @@ from urllib.parse import urlsplit
 
 from lamella.connector.storage.header_cache import HeaderCache
 from lamella.connector.storage.object_format import Header, ObjectFormat, RunRead, take
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError, check_patience, check_ranges
+from lamella.connector.storage.tier import (
+    DamagedObjectError,
+    Leading,
+    TierError,
+    check_patience,
+    check_ranges,
+    check_seconds,
+)
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -73,8 +80,8 @@ class S3Tier:
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         self.format = ObjectFormat(object_bytes, run_bytes)
-        if ttl_s is not None and not 0 < ttl_s < float("inf"):
-            raise ValueError(f"ttl_s must be positive and finite, got {ttl_s}")
+        if ttl_s is not None:
+            check_seconds("ttl_s", ttl_s)
         if connections < 1:
             raise ValueError(f"connections must be at least 1, got {connections}")
         self._ttl_ns = None if ttl_s is None else int(ttl_s * _NS)

@@ -17,10 +17,14 @@ Contracts, which `tests/connector/storage/test_tier_laws.py` checks of every tie
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
+from lamella.reference.whole import check_whole
+
+_SHORTEST_S: Final = 0.001
+_LONGEST_S: Final = 1e9
 
 
 class TierError(Exception):
@@ -126,12 +130,21 @@ def check_patience(timeout_s: float, retries: int) -> None:
     """How long a server is waited for, and how often it is asked again, can be meant.
 
     Raises:
+        TypeError: `retries` is no whole number.
         ValueError: they cannot.
     """
-    if not 0 < timeout_s < float("inf"):
-        raise ValueError(f"timeout_s must be positive and finite, got {timeout_s}")
-    if retries < 0:
-        raise ValueError(f"retries must not be negative, got {retries}")
+    check_seconds("timeout_s", timeout_s)
+    check_whole("retries", retries, 0)
+
+
+def check_seconds(name: str, seconds: float) -> None:
+    """A tier's time is from a millisecond to thirty years, so that it can be counted in nanoseconds.
+
+    Raises:
+        ValueError: it is not.
+    """
+    if not _SHORTEST_S <= seconds <= _LONGEST_S:
+        raise ValueError(f"{name} must be between {_SHORTEST_S:g} and {_LONGEST_S:,.0f} s, got {seconds}")
 
 
 def get_alone(tier: Tier, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:

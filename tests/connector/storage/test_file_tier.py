@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -360,8 +361,17 @@ def test_an_object_that_outlived_its_time_is_a_miss_and_is_replaced(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("limits", "reason"), [({"max_bytes": 0}, "max_bytes must be positive"), ({"ttl_s": 0}, "ttl_s must be positive")]
+    ("limits", "reason"),
+    [
+        ({"max_bytes": 0}, "max_bytes must be at least 1, got 0"),
+        ({"max_bytes": float("nan")}, "max_bytes must be a whole number"),
+        ({"max_bytes": float("inf")}, "max_bytes must be a whole number"),
+        ({"ttl_s": 0}, "ttl_s must be between 0.001 and 1,000,000,000 s, got 0"),
+        ({"ttl_s": float("nan")}, "ttl_s must be between .* got nan"),
+        ({"ttl_s": 1e300}, "ttl_s must be between"),
+        ({"ttl_s": 10**400}, "ttl_s must be between"),
+    ],
 )
-def test_limits_that_cannot_be_are_refused(limits: dict[str, int], reason: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=reason):
-        FileTier(tmp_path / "kv", SIZE, **limits)  # type: ignore[arg-type]
+def test_limits_that_cannot_be_are_refused(limits: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises((TypeError, ValueError), match=reason):
+        FileTier(tmp_path / "kv", SIZE, **limits)
