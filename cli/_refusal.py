@@ -20,6 +20,10 @@ def refuse_bad_input() -> Iterator[None]:
     """
     try:
         yield
+    except FileExistsError as mistake:  # of a folder that was to be made
+        raise typer.BadParameter(
+            f"{mistake.filename} is a file, and a folder is wanted there: name another"
+        ) from mistake
     except OSError as mistake:
         where = f"{mistake.filename}: " if mistake.filename else ""
         raise typer.BadParameter(f"{where}{mistake.strerror or mistake}") from mistake

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What Lamella does, in two minutes on a CPU. `make demo` runs it; by itself it wants `lamella` and `python` on PATH.
+# What Lamella does, in a few minutes on a CPU. `make demo` runs it; by itself it wants `lamella` and `python` on PATH.
 # Set LAMELLA_TRACE to a trace in Mooncake's format to replay real traffic instead of a generated sample.
 set -euo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)

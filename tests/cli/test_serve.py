@@ -54,6 +54,17 @@ def test_a_port_that_is_taken_is_said_with_its_address(tmp_path: Path) -> None:
     assert f"{at} cannot be served: Address already in use" in " ".join(result.output.split())
 
 
+def test_a_file_in_the_place_of_a_folder_is_said_so_and_kept(tmp_path: Path) -> None:
+    file = tmp_path / "server"
+    file.write_text("kept")
+    serve = ["serve", "--folder", str(tmp_path / "s"), "--memory", "1MiB"]
+    for options in (["serve", "--folder", str(file), "--memory", "1MiB"], [*serve, "--tier", str(file)]):
+        result = CliRunner().invoke(build_app(), options)
+        assert result.exit_code == 2
+        assert f"{file} is a file, and a folder is wanted there: name another" in " ".join(result.output.split())
+    assert file.read_text() == "kept"
+
+
 def test_a_folder_that_others_may_enter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "open").chmod(0o755)

@@ -94,7 +94,8 @@ def test_the_table_has_a_row_for_each_request_of_each_strategy(tmp_path: Path) -
 def test_a_folder_that_cannot_be_written_is_refused_before_the_work(verb: str, tmp_path: Path) -> None:
     taken = tmp_path / "taken"
     taken.write_text("a file")
-    assert f"{taken}: File exists" in " ".join(refusal(verb, "--out", str(taken)).split())
+    wanted = f"{taken} is a file, and a folder is wanted there: name another"
+    assert wanted in " ".join(refusal(verb, "--out", str(taken)).split())
     (tmp_path / f"{verb}.json").mkdir()
     assert f"{verb}.json: Is a directory" in " ".join(refusal(verb, "--out", str(tmp_path)).split())
     assert taken.read_text() == "a file"
