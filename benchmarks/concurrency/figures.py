@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
+from concurrency.alone import Alone, alone
 from concurrency.arms import CHUNK_MAJOR, chunk_major_of, graphs_of
 from concurrency.link import Link, floor_of, link_of, raw_bytes_per_us
 from concurrency.recording import RecordingError
@@ -66,32 +67,13 @@ class ArmFigures:
     link_behind_ms: float | None = None
 
 
-class Alone(NamedTuple):
-    """T and P of one request as the run itself shows them, in ms; None where it does not."""
-
-    transfer_ms: float | None
-    prefill_ms: float | None
-
-    @property
-    def ceiling(self) -> float | None:
-        """The largest gain of one request alone that overlap can bring: min(T, P) / (T + P)."""
-        if not self.transfer_ms or not self.prefill_ms:
-            return None
-        return min(self.transfer_ms, self.prefill_ms) / (self.transfer_ms + self.prefill_ms)
-
-    @property
-    def transfer_over_prefill(self) -> float | None:
-        """T/P."""
-        return self.transfer_ms / self.prefill_ms if self.transfer_ms and self.prefill_ms else None
-
-
 @dataclass(frozen=True, slots=True)
 class CellFigures:
     """A cell: its arms, which of them is the baseline, and what could be gained at most.
 
     Attributes:
         drift: between the earlier and the later repeats of the opening arm.
-        alone: T and P by the graphs that the baseline replays; `alone_by`: by each kind that a chunk-major arm does.
+        alone_by: T and P by each kind of graphs that a chunk-major arm replays.
         link: what the arms' floors are reckoned with; None where nothing was loaded.
     """
 
@@ -99,9 +81,13 @@ class CellFigures:
     arms: dict[str, ArmFigures]
     baseline: str
     drift: float
-    alone: Alone
     alone_by: Mapping[str, Alone]
     link: Link | None = None
+
+    @property
+    def alone(self) -> Alone:
+        """T and P by the graphs that the baseline replays."""
+        return self.alone_by.get(graphs_of(self.baseline), Alone(None, None))
 
     def alone_of(self, arm: str) -> Alone:
         """T and P by the graphs that the arm replays."""
@@ -163,8 +149,8 @@ def _cell(every: Mapping[str, list[Row]], raw: float) -> CellFigures:
     baseline = min(chunk_major or sorted(figures), key=lambda name: figures[name].ttft.value)
     drift = drift_of([ttft_ms(row) for row in in_time(arms.get(chunk_major_of(figures)[0], ()))])
     cell = next(iter(arms.values()))[0]["cell"]
-    by_graphs = {kind: _alone(arms, forms) for kind, forms in CHUNK_MAJOR.items() if arms.keys() & set(forms)}
-    return CellFigures(cell, figures, baseline, drift, _alone(arms, chunk_major_of(figures)), by_graphs, link)
+    alone_by = {kind: alone(arms, forms) for kind, forms in CHUNK_MAJOR.items() if arms.keys() & set(forms)}
+    return CellFigures(cell, figures, baseline, drift, alone_by, link)
 
 
 def _arm(rows: Sequence[Row], set_aside: int, link: Link | None) -> ArmFigures:
@@ -283,32 +269,6 @@ def _link_busy_us(row: Row) -> float:
         busy += max(0.0, end - max(begin, until))
         until = max(until, end)
     return busy
-
-
-def _alone(arms: Mapping[str, Sequence[Row]], forms: Sequence[str]) -> Alone:
-    """T: the shortest load from its first copy to its last landing; P: the median step of one prefill, no layer waits.
-
-    The shortest, because loads share the link. In a chunk-major arm all has landed before the step begins.
-    """
-    transfer: list[float] = []
-    prefill: list[float] = []
-    for name in forms:
-        for row in arms.get(name, ()):
-            cell = row["cell"]
-            if cell["mix"] or cell["miss_every"]:
-                return Alone(None, None)
-            transfer += [
-                (one["landed_us"][-1] - one["started_us"]) / 1e3
-                for one in row["requests"]
-                if one.get("landed_us") and "started_us" in one
-            ]
-            spare = cell["concurrency"] + cell["bystanders"]
-            prefill += [
-                (step[5] if step[5] is not None else step[1]) / 1e3
-                for step in row["steps"]
-                if cell["new"] <= step[2] < cell["new"] + spare
-            ]
-    return Alone(min(transfer, default=None), statistics.median(prefill) if prefill else None)
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -61,10 +61,10 @@ def _last(runs: Sequence[Sequence[Row]]) -> dict[tuple[str, str], int]:
     """Of each subject the number of the run that counts."""
     having: dict[tuple[str, str], int] = {}
     measured: dict[tuple[str, str], int] = {}
+    chunk_major = {form for forms in CHUNK_MAJOR.values() for form in forms}
     for number, rows in enumerate(runs):
         having |= dict.fromkeys((_subject(row) for row in rows if row["kind"] != "engine"), number)
         repeats = Counter((_subject(row), row["arm"]) for row in rows if row["kind"] == "repeat")
-        chunk_major = {form for forms in CHUNK_MAJOR.values() for form in forms}
         twice = [of for (of, arm), count in repeats.items() if count > 1 and arm not in chunk_major]
         measured |= dict.fromkeys(twice, number)
     return having | measured
