@@ -10,10 +10,11 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from lamella.connector.storage.tier_url import TierUrl
 from lamella.reference.slices import Slice, parse_width, plan_slices
+from lamella.reference.whole import MOST_SECONDS
 
 _LOADING_TWICE = (
     "enable_async_loading and use_layerwise both decide when a load joins the engine's step: asynchronous loading "
@@ -31,8 +32,6 @@ _WHOLE_NUMBERS = {
     "local_file_max_bytes": 1,
     "remote_retries": 0,
 }
-MOST_SECONDS: Final = 10**9
-"""Thirty years; a wait for much longer is one that the operating system cannot express."""
 _SECONDS = ("breaker_retry_s", "wait_timeout_s", "remote_timeout_s", "local_file_ttl_s", "remote_ttl_s")
 _MAY_BE_NONE = ("local_file_max_bytes", "local_file_ttl_s", "remote_ttl_s")
 

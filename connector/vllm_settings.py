@@ -22,12 +22,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final, Literal, Self, TypeAlias
 
-from lamella.connector.config import MOST_SECONDS
 from lamella.cuda_ext.arrival import Carrier
 from lamella.reference.auto import BYSTANDER_WEIGHT
 from lamella.reference.ordering import parse_order
 from lamella.reference.release import ReleasePolicy, WeighedRelease, Whole, parse_release
 from lamella.reference.slices import parse_width
+from lamella.reference.whole import MOST_SECONDS
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,8 @@ from typing import Any, Final
 from lamella.cuda_ext._engine_library import EngineOptionsStruct
 from lamella.cuda_ext.arrival import Carrier
 from lamella.cuda_ext.rates import EngineRates
-from lamella.cuda_ext.transfer import MOST_SECONDS
 from lamella.reference.ordering import OrderPolicy
-from lamella.reference.whole import check_whole
+from lamella.reference.whole import MOST_SECONDS, check_whole
 
 MOST_LAYERS: Final = 1 << 16
 """More than any model has; the engine keeps a word and an event for each."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 import enum
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from lamella.cuda_ext._engine_library import ProgressStruct, TransferStopped, check_engine
 from lamella.reference.slices import Slice
+from lamella.reference.whole import MOST_SECONDS
 
 _NS = 1_000_000_000
-MOST_SECONDS: Final = 10**9
-"""Thirty years, as in the settings of the cache engine: the bound of every bound."""
 
 
 class CopyMethod(enum.Enum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lamella.reference.whole import check_whole
+from lamella.reference.whole import check_int, check_whole
 
 
 class Slice(NamedTuple):
@@ -45,8 +45,7 @@ def plan_slices(num_layers: int, width: int | Sequence[int]) -> tuple[Slice, ...
     if not schedule:
         raise ValueError("a schedule of widths needs at least one width, got none")
     for layers_per_slice in schedule:
-        if isinstance(layers_per_slice, bool) or not isinstance(layers_per_slice, int):
-            raise TypeError(f"layers_per_slice must be a whole number (an int), got {layers_per_slice!r}")
+        check_int("layers_per_slice", layers_per_slice)
         if not 1 <= layers_per_slice <= num_layers:
             raise ValueError(f"layers_per_slice must be between 1 and {num_layers}, got {layers_per_slice}")
     slices: list[Slice] = []

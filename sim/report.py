@@ -73,9 +73,14 @@ def study_lines(study: Study) -> tuple[str, ...]:
     return SERVING if len(study.outcomes[0]) > 1 else (SERVING[0], ONE_REPEAT)
 
 
-def full_graphs_of(device: Device) -> str:
-    """What the vLLM connector calls the device's graphs."""
-    return next(name for name, graphs in FULL_GRAPHS.items() if graphs is device.graphs)
+def _engine_settings(device: Device) -> Document:
+    """What the engine and the vLLM connector call the device's graphs, and when its loads begin."""
+    host = device.overheads
+    return {
+        "full_graphs": next(name for name, graphs in FULL_GRAPHS.items() if graphs is device.graphs),
+        "before_batch": device.before_batch and host is not None,
+        "prefill_graphs": 0 if host is None else host.prefill_graph_tokens,
+    }
 
 
 def describe_profile(profile: DeviceProfile, *, extrapolate: bool) -> Document:
@@ -99,9 +104,7 @@ def sweep_document(device: Device, regime_map: RegimeMap, study: Study, slo: Slo
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.sweep",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
-        "full_graphs": full_graphs_of(device),
-        "before_batch": device.before_batch and device.overheads is not None,
-        "prefill_graphs": 0 if device.overheads is None else device.overheads.prefill_graph_tokens,
+        **_engine_settings(device),
         "assumptions": [*profile_lines(device), *BURST, *study_lines(study)],
         "seed": seed,
         "cells_checked_in_world": checked,
@@ -177,9 +180,7 @@ def simulate_document(
         "schema_version": SCHEMA_VERSION,
         "kind": "lamella.simulate",
         "profile": describe_profile(device.profile, extrapolate=device.extrapolate),
-        "full_graphs": full_graphs_of(device),
-        "before_batch": device.before_batch and device.overheads is not None,
-        "prefill_graphs": 0 if device.overheads is None else device.overheads.prefill_graph_tokens,
+        **_engine_settings(device),
         "assumptions": [*profile_lines(device), arrivals, *way, SERVING[0], ONE_RUN.format(seed)],
         "seed": seed,
         "requests_per_user": requests_per_user,

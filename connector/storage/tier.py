@@ -21,10 +21,9 @@ from typing import Final, NamedTuple, Protocol
 
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
-from lamella.reference.whole import check_whole
+from lamella.reference.whole import MOST_SECONDS, check_whole
 
 _SHORTEST_S: Final = 0.001
-_LONGEST_S: Final = 1e9
 
 
 class TierError(Exception):
@@ -143,8 +142,8 @@ def check_seconds(name: str, seconds: float) -> None:
     Raises:
         ValueError: it is not.
     """
-    if not _SHORTEST_S <= seconds <= _LONGEST_S:
-        raise ValueError(f"{name} must be between {_SHORTEST_S:g} and {_LONGEST_S:,.0f} s, got {seconds}")
+    if not _SHORTEST_S <= seconds <= MOST_SECONDS:
+        raise ValueError(f"{name} must be between {_SHORTEST_S:g} and {MOST_SECONDS:,} s, got {seconds}")
 
 
 def get_alone(tier: Tier, key: ChunkKey, ranges: Sequence[ByteRange], into: Sequence[memoryview]) -> None:
