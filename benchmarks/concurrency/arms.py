@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
@@ -70,70 +71,83 @@ _AUTO: Final = {"layers_per_slice": "auto"}
 _NO_TURNS: Final[dict[str, Any]] = {"turn_mib": 0}
 _BEFORE: Final[dict[str, Any]] = {"full_graphs": "before"}
 _BEFORE_BATCH: Final[dict[str, Any]] = {**_BEFORE, "before_batch": True}
+_BY_ONE_KIND: Final = (
+    Arm("recompute", None, repeats=2, counted_requests=2),
+    Arm("chunk_bounded", _CHUNK),
+    Arm("chunk_deep", {**_CHUNK, **DEEP}),
+    Arm("interleaved_first", _layerwise("round_robin")),
+    Arm("interleaved_deep_first", _layerwise("round_robin", **DEEP)),
+    Arm("fifo_first", _layerwise()),
+    Arm("fifo_first8", _layerwise(release="first:8")),
+    Arm("fifo_first16", _layerwise(release="first:16")),
+    Arm("fifo_deep_first", _layerwise(**DEEP)),
+    Arm("fifo_ahead", _layerwise(**AHEAD)),
+    Arm("fifo_whole", _layerwise(release="whole")),
+    Arm("fifo_jit", _layerwise(release="jit:step")),
+    Arm("fifo_value", _layerwise(carrier="value")),
+    Arm("fifo_width8", _layerwise(layers_per_slice=8)),
+    Arm("fifo_width32", _layerwise(layers_per_slice=32)),
+    Arm("fifo_thread", _layerwise(), begins_in_thread=True),
+    Arm("fifo_beside", _layerwise(), beside=True),
+    Arm("chunk_beside", _CHUNK, beside=True),
+    Arm("shortest_first", _layerwise("shortest_remaining")),
+    Arm("sync", {"use_layerwise": True}),
+    Arm("sync_ahead", {"use_layerwise": True, **AHEAD}),
+    Arm("sync_width32", {"use_layerwise": True, "layers_per_slice": 32}),
+    Arm("auto", _AUTO),
+    Arm("auto_ahead", {**_AUTO, **AHEAD}),
+    Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
+    Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
+    Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
+    Arm("fifo_no_turns", _layerwise(**_NO_TURNS)),
+    Arm("fifo_deep_no_turns", _layerwise(**DEEP, **_NO_TURNS)),
+    Arm("interleaved_no_turns", _layerwise("round_robin", **_NO_TURNS)),
+    Arm("interleaved_deep_no_turns", _layerwise("round_robin", **DEEP, **_NO_TURNS)),
+    Arm("early_read", _layerwise(), repeats=1, obeys_waits=False),
+    Arm("chunk_prefill_graphs", _CHUNK, graphs="prefill"),
+    Arm("fifo_prefill_graphs", _layerwise(), graphs="prefill"),
+    Arm("sync_prefill_graphs", {"use_layerwise": True}, graphs="prefill"),
+    Arm("auto_prefill_graphs", _AUTO, graphs="prefill"),
+    Arm("chunk_full_graphs", _CHUNK, graphs="full"),
+    Arm("chunk_deep_full_graphs", {**_CHUNK, **DEEP}, graphs="full"),
+    Arm("interleaved_full_graphs", _layerwise("round_robin", **_BEFORE), graphs="full"),
+    Arm("fifo_full_graphs", _layerwise(**_BEFORE), graphs="full"),
+    Arm("jit_full_graphs", _layerwise(release="jit:step", **_BEFORE), graphs="full"),
+    Arm("shortest_full_graphs", _layerwise("shortest_remaining", **_BEFORE), graphs="full"),
+    Arm("sync_full_graphs", {"use_layerwise": True, **_BEFORE}, graphs="full"),
+    Arm("sync_before_batch_full_graphs", {"use_layerwise": True, **_BEFORE_BATCH}, graphs="full"),
+    Arm("auto_full_graphs", {**_AUTO, **_BEFORE}, graphs="full"),
+    Arm("auto_before_batch_full_graphs", {**_AUTO, **_BEFORE_BATCH}, graphs="full"),
+    Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
+    Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
+    Arm("recompute_full_graphs", None, repeats=1, counted_requests=2, graphs="full"),
+    Arm("peer_offloading", {}),
+    Arm("peer_simple", {}),
+)
+_BY_BOTH_TOO: Final = (
+    "chunk_bounded", "chunk_deep", "chunk_no_turns", "chunk_beside", "interleaved_first", "interleaved_deep_no_turns",
+    "fifo_first", "fifo_first8", "fifo_deep_first", "fifo_no_turns", "fifo_deep_no_turns", "fifo_whole", "fifo_jit",
+    "fifo_width8", "fifo_width32", "fifo_thread", "fifo_beside", "sync", "sync_width32", "auto",
+)  # fmt: skip
+
+
+def by_both(name: str) -> str:
+    """The arm that differs from a piecewise one in that decoding steps and prefills replay captured graphs."""
+    return f"{name.removesuffix('_first').removesuffix('_bounded')}_both_graphs"
+
+
+def _of_both(arm: Arm) -> Arm:
+    assert arm.settings is not None
+    waits = {} if arm.settings.get("layers_per_slice") == 0 else _BEFORE  # chunk-major: no step waits for layers
+    return dataclasses.replace(arm, name=by_both(arm.name), settings={**arm.settings, **waits}, graphs="both")
+
+
 ARMS: Final[dict[str, Arm]] = {
-    arm.name: arm
-    for arm in (
-        Arm("recompute", None, repeats=2, counted_requests=2),
-        Arm("chunk_bounded", _CHUNK),
-        Arm("chunk_deep", {**_CHUNK, **DEEP}),
-        Arm("interleaved_first", _layerwise("round_robin")),
-        Arm("interleaved_deep_first", _layerwise("round_robin", **DEEP)),
-        Arm("fifo_first", _layerwise()),
-        Arm("fifo_first8", _layerwise(release="first:8")),
-        Arm("fifo_first16", _layerwise(release="first:16")),
-        Arm("fifo_deep_first", _layerwise(**DEEP)),
-        Arm("fifo_ahead", _layerwise(**AHEAD)),
-        Arm("fifo_whole", _layerwise(release="whole")),
-        Arm("fifo_jit", _layerwise(release="jit:step")),
-        Arm("fifo_value", _layerwise(carrier="value")),
-        Arm("fifo_width8", _layerwise(layers_per_slice=8)),
-        Arm("fifo_width32", _layerwise(layers_per_slice=32)),
-        Arm("fifo_thread", _layerwise(), begins_in_thread=True),
-        Arm("fifo_beside", _layerwise(), beside=True),
-        Arm("chunk_beside", _CHUNK, beside=True),
-        Arm("shortest_first", _layerwise("shortest_remaining")),
-        Arm("sync", {"use_layerwise": True}),
-        Arm("sync_ahead", {"use_layerwise": True, **AHEAD}),
-        Arm("sync_width32", {"use_layerwise": True, "layers_per_slice": 32}),
-        Arm("auto", _AUTO),
-        Arm("auto_ahead", {**_AUTO, **AHEAD}),
-        Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
-        Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
-        Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
-        Arm("fifo_no_turns", _layerwise(**_NO_TURNS)),
-        Arm("fifo_deep_no_turns", _layerwise(**DEEP, **_NO_TURNS)),
-        Arm("interleaved_no_turns", _layerwise("round_robin", **_NO_TURNS)),
-        Arm("interleaved_deep_no_turns", _layerwise("round_robin", **DEEP, **_NO_TURNS)),
-        Arm("early_read", _layerwise(), repeats=1, obeys_waits=False),
-        Arm("chunk_prefill_graphs", _CHUNK, graphs="prefill"),
-        Arm("fifo_prefill_graphs", _layerwise(), graphs="prefill"),
-        Arm("sync_prefill_graphs", {"use_layerwise": True}, graphs="prefill"),
-        Arm("auto_prefill_graphs", _AUTO, graphs="prefill"),
-        Arm("chunk_full_graphs", _CHUNK, graphs="full"),
-        Arm("chunk_deep_full_graphs", {**_CHUNK, **DEEP}, graphs="full"),
-        Arm("interleaved_full_graphs", _layerwise("round_robin", **_BEFORE), graphs="full"),
-        Arm("fifo_full_graphs", _layerwise(**_BEFORE), graphs="full"),
-        Arm("jit_full_graphs", _layerwise(release="jit:step", **_BEFORE), graphs="full"),
-        Arm("shortest_full_graphs", _layerwise("shortest_remaining", **_BEFORE), graphs="full"),
-        Arm("sync_full_graphs", {"use_layerwise": True, **_BEFORE}, graphs="full"),
-        Arm("sync_before_batch_full_graphs", {"use_layerwise": True, **_BEFORE_BATCH}, graphs="full"),
-        Arm("auto_full_graphs", {**_AUTO, **_BEFORE}, graphs="full"),
-        Arm("auto_before_batch_full_graphs", {**_AUTO, **_BEFORE_BATCH}, graphs="full"),
-        Arm("auto_light_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 0.0}, graphs="full"),
-        Arm("auto_heavy_full_graphs", {**_AUTO, **_BEFORE, "bystander_weight": 2.0}, graphs="full"),
-        Arm("chunk_both_graphs", _CHUNK, graphs="both"),
-        Arm("chunk_deep_both_graphs", {**_CHUNK, **DEEP}, graphs="both"),
-        Arm("fifo_both_graphs", _layerwise(**_BEFORE), graphs="both"),
-        Arm("sync_both_graphs", {"use_layerwise": True, **_BEFORE}, graphs="both"),
-        Arm("auto_both_graphs", {**_AUTO, **_BEFORE}, graphs="both"),
-        Arm("recompute_full_graphs", None, repeats=1, counted_requests=2, graphs="full"),
-        Arm("peer_offloading", {}),
-        Arm("peer_simple", {}),
-    )
+    arm.name: arm for arm in (*_BY_ONE_KIND, *(_of_both(arm) for arm in _BY_ONE_KIND if arm.name in _BY_BOTH_TOO))
 }
 """A cell's width is put in where an arm says nothing about `layers_per_slice`."""
 
-DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
+_DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("slices of all requests in turn, instead of one request after another", "fifo_first", "interleaved_first"),
     ("the same with full graphs", "fifo_full_graphs", "interleaved_full_graphs"),
     ("the same where all is enqueued at once without turns", "fifo_deep_no_turns", "interleaved_deep_no_turns"),
@@ -185,5 +199,13 @@ DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
         "sync_before_batch_full_graphs",
     ),
     ("the same, chosen", "auto_full_graphs", "auto_before_batch_full_graphs"),
+)
+DIFFERENCES: Final = (
+    *_DIFFERENCES,
+    *(
+        (f"{what}, by prefills' graphs", by_both(without), by_both(with_it))
+        for what, without, with_it in _DIFFERENCES
+        if {without, with_it} <= set(_BY_BOTH_TOO)
+    ),
 )
 """What one thing changes: (the thing, the arm without it, the arm with it)."""

@@ -13,6 +13,7 @@ MOST_HIT_TOKENS: Final = 700_000
 """Of all requests of a cell at once, so that the engine's memory holds them."""
 
 _SHRINK: Final = 32
+_REQUESTS: Final = {1: 6, 2: 12, 4: 16, 8: 28, 16: 44}
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,18 @@ class Group:
         """Host memory for the documents and what a run stores beside them, at 128 KiB a token."""
         spare = 131_072 if any(cell.stores for cell in self.cells) else 4_096
         return (self.documents * self.document_tokens + spare) * 131_072
+
+
+def closed(concurrency: int, hit: int, new: int, **more: Any) -> Cell:
+    """A closed loop, named for its numbers; `more` are other attributes of `Cell`."""
+    name = f"c{concurrency}_hit{hit}_new{new}_chunk{more.get('chunk', 256)}"
+    requests = more.pop("requests", _REQUESTS[concurrency])
+    return Cell(name, concurrency, hit, new, requests, **more)
+
+
+def named(cell: Cell, suffix: str, **changes: Any) -> Cell:
+    """The cell with changes, under a name that says so."""
+    return dataclasses.replace(cell, name=f"{cell.name}_{suffix}", **changes)
 
 
 def joined(names: str, groups: Mapping[str, Group]) -> Group:

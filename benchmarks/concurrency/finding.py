@@ -9,11 +9,11 @@ from collections.abc import Mapping
 from typing import Final
 
 from concurrency.figures import CellFigures
-from concurrency.groups import GROUPS
+from concurrency.finding_groups import FINDING
 from concurrency.rules import Change
 from concurrency.tables import changes_of, differences
 
-NAMES: Final = frozenset(cell.name for group in ("finding", "beside", "beside_mps") for cell in GROUPS[group].cells)
+NAMES: Final = frozenset(cell.name for group in FINDING.values() for cell in group.cells)
 """The cells that are there for this; their arms stand in no other table or picture of gains."""
 
 

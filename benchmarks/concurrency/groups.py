@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from concurrency.arms import BASELINE, CHUNK_MAJOR_BOTH, CHUNK_MAJOR_FULL
-from concurrency.cells import Cell, Group
+from concurrency.cells import Cell, Group, closed, named
+from concurrency.finding_groups import FINDING
 
 _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
 _FOUR: Final = (BASELINE, "interleaved_first", "fifo_first", "auto")
@@ -21,36 +22,25 @@ _ALL: Final = (
     "auto_ahead", "recompute",
 )  # fmt: skip
 
-_REQUESTS: Final = {1: 6, 2: 12, 4: 16, 8: 28, 16: 44}
 _PREFILL_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
 """Steps of one or two prefills of the middle cells and some that decode beside them."""
 _MORE_PREFILL_GRAPHS: Final = (*_PREFILL_GRAPHS, 512, 520, 824, 832, 1024, 1032, 1040, 1640, 1648, 2048, 2056, 2064)
 """The same of other prompts too."""
 
 
-def _closed(concurrency: int, hit: int, new: int, **more: Any) -> Cell:
-    name = f"c{concurrency}_hit{hit}_new{new}_chunk{more.get('chunk', 256)}"
-    requests = more.pop("requests", _REQUESTS[concurrency])
-    return Cell(name, concurrency, hit, new, requests, **more)
-
-
-def _named(cell: Cell, suffix: str, **changes: Any) -> Cell:
-    return dataclasses.replace(cell, name=f"{cell.name}_{suffix}", **changes)
-
-
 _CORE: Final = (
-    _closed(4, 15_360, 768, arms=_ALL),
-    _closed(1, 15_360, 768, arms=_ALONE, repeats=3),
-    _closed(8, 15_360, 768, arms=(*_FEW, "auto_ahead", "recompute"), repeats=3),
-    *(_closed(4, 15_360, new, arms=(*_FEW, "recompute"), repeats=3) for new in (256, 2048)),
+    closed(4, 15_360, 768, arms=_ALL),
+    closed(1, 15_360, 768, arms=_ALONE, repeats=3),
+    closed(8, 15_360, 768, arms=(*_FEW, "auto_ahead", "recompute"), repeats=3),
+    *(closed(4, 15_360, new, arms=(*_FEW, "recompute"), repeats=3) for new in (256, 2048)),
     *(
-        _closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"), repeats=3)
+        closed(1, 15_360, new, arms=(BASELINE, "chunk_deep", "fifo_first", "sync", "auto", "recompute"), repeats=3)
         for new in (256, 1536, 2048)
     ),
 )
 _ORIGINAL_REQUESTS: Final = {1: 4, 4: 11, 8: 20}
 _ORIGINAL: Final = tuple(
-    _closed(
+    closed(
         concurrency,
         hit,
         new,
@@ -78,20 +68,10 @@ _BOTH_LEAST: Final = (*CHUNK_MAJOR_BOTH, "fifo_both_graphs", "auto_both_graphs")
 _BOTH_ALONE: Final = (*_BOTH_LEAST, "sync_both_graphs")
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
-_OPEN: Final = _named(_CORE[0], "bystanders_open", bystanders=8, rate_per_s=9.0, requests=16)
+_OPEN: Final = named(_CORE[0], "bystanders_open", bystanders=8, rate_per_s=9.0, requests=16)
 _ONE: Final = dataclasses.replace(_CORE[1], arms=(BASELINE, "fifo_first", "auto"))
 _EIGHT: Final = dataclasses.replace(_CORE[2], arms=_FEW)
 _RANKS_ARMS: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "sync", "auto", "recompute")
-_ONE_THING: Final = (
-    BASELINE, "fifo_first", "interleaved_first", "fifo_deep_first", "fifo_no_turns", "chunk_no_turns", "chunk_deep",
-    "fifo_deep_no_turns", "interleaved_deep_no_turns", "sync", "fifo_whole", "fifo_width32", "sync_width32", "fifo_jit",
-    "fifo_first8", "fifo_width8", "fifo_thread", "fifo_value",
-)  # fmt: skip
-_ONE_THING_ALONE: Final = (
-    BASELINE, "fifo_first", "fifo_deep_first", "fifo_no_turns", "fifo_deep_no_turns", "chunk_no_turns", "sync",
-    "fifo_whole", "fifo_width32", "sync_width32", "fifo_width8", "fifo_thread",
-)  # fmt: skip
-_BESIDE: Final = (BASELINE, "fifo_first", "chunk_beside", "fifo_beside")
 
 
 def _peer(arm: str, connector: str) -> Group:
@@ -110,12 +90,12 @@ def _by_default(cells: Sequence[Cell], arms: Mapping[int, tuple[str, ...]], repe
         arms: by concurrency.
         repeats: rounds that run whatever they show.
     """
-    return tuple(_named(cell, "full", arms=arms[cell.concurrency], repeats=repeats) for cell in cells)
+    return tuple(named(cell, "full", arms=arms[cell.concurrency], repeats=repeats) for cell in cells)
 
 
 def _by_both(cells: Sequence[tuple[Cell, tuple[str, ...], int]], **more: Any) -> Group:
     """Where whole decoding steps and prefills replay graphs: cells, their arms, and rounds that run in any case."""
-    both = (_named(cell, "both", arms=arms, repeats=repeats, most_repeats=16) for cell, arms, repeats in cells)
+    both = (named(cell, "both", arms=arms, repeats=repeats, most_repeats=16) for cell, arms, repeats in cells)
     return Group(tuple(both), full_graphs=True, prefill_graphs=_MORE_PREFILL_GRAPHS, **more)
 
 
@@ -124,19 +104,19 @@ _FULL_ARMS: Final = {
     4: (*_FULL_FEW, "sync_full_graphs", _RECOMPUTE),
     8: (*_FULL_FEW, _RECOMPUTE),
 }
-_PIECEWISE: Final = tuple(_named(cell, "piecewise", arms=_FEW, repeats=3) for cell in (_CORE[0], _CORE[2], _CORE[1]))
+_PIECEWISE: Final = tuple(named(cell, "piecewise", arms=_FEW, repeats=3) for cell in (_CORE[0], _CORE[2], _CORE[1]))
 
 GROUPS: Final[dict[str, Group]] = {
     "full": Group(
         (
-            _named(
+            named(
                 _CORE[0],
                 "full",
                 arms=(*_FULL_FEW, "jit_full_graphs", "shortest_full_graphs", "sync_full_graphs", _RECOMPUTE),
                 repeats=3,
             ),
             *_by_default((_CORE[2], _CORE[1], _CORE[4], _CORE[3], *_CORE[5:]), _FULL_ARMS),
-            _named(_closed(4, 15_360, 1_024, arms=_FULL_LEAST, repeats=6), "full"),
+            named(closed(4, 15_360, 1_024, arms=_FULL_LEAST, repeats=6), "full"),
         ),
         full_graphs=True,
     ),
@@ -145,14 +125,14 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "full_bystanders": Group(
         (
-            _named(
+            named(
                 _OPEN,
                 "full",
                 arms=(CHUNK_MAJOR_FULL[0], "fifo_full_graphs", "auto_full_graphs", "auto_heavy_full_graphs"),
                 repeats=6,
                 most_repeats=12,
             ),
-            _named(
+            named(
                 _CORE[0],
                 "bystanders_full",
                 bystanders=8,
@@ -165,9 +145,9 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "full_before_batch": Group(
         tuple(
-            _named(cell, "before_batch_full", arms=(CHUNK_MAJOR_FULL[0], *_BEFORE_BATCH, *more), repeats=4)
+            named(cell, "before_batch_full", arms=(CHUNK_MAJOR_FULL[0], *_BEFORE_BATCH, *more), repeats=4)
             for cell, more in (
-                (_closed(4, 15_360, 1_024), ()),
+                (closed(4, 15_360, 1_024), ()),
                 (_CORE[1], ("sync_full_graphs", "sync_before_batch_full_graphs")),
                 (_CORE[0], ()),
                 (_CORE[3], ()),
@@ -181,7 +161,7 @@ GROUPS: Final[dict[str, Group]] = {
             (_CORE[0], (*_BOTH_ALONE, *_FULL_GRAPHS), 4),
             (_CORE[1], (*_BOTH_ALONE, *_FULL_GRAPHS), 6),
             (_CORE[3], _BOTH_LEAST, 4),
-            (_closed(4, 15_360, 1_024), _BOTH_LEAST, 4),
+            (closed(4, 15_360, 1_024), _BOTH_LEAST, 4),
             (_CORE[2], _BOTH_LEAST, 3),
             (_ORIGINAL[5], _BOTH_LEAST, 3),
             (_CORE[4], _BOTH_LEAST, 3),
@@ -191,7 +171,7 @@ GROUPS: Final[dict[str, Group]] = {
     "piecewise": Group(_PIECEWISE, full_graphs=True),
     "full_extra": Group(
         (
-            _named(
+            named(
                 _CORE[0],
                 "out50_full",
                 output=50,
@@ -200,14 +180,12 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=2,
                 most_repeats=5,
             ),
-            _named(_CORE[2], "out50_full", output=50, requests=22, arms=_FULL_FOUR, repeats=2, most_repeats=4),
-            _named(_CORE[0], "tier5_full", tier_gb_per_s=5.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=4),
-            _named(
-                _CORE[0], "tier20_full", tier_gb_per_s=20.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=6
-            ),
-            _named(_closed(16, 15_360, 768, requests=36), "full", arms=_FULL_FOUR, repeats=2, most_repeats=4),
-            _named(_CORE[0], "open_full", rate_per_s=9.0, requests=16, arms=_FULL_FOUR, repeats=2, most_repeats=6),
-            _named(
+            named(_CORE[2], "out50_full", output=50, requests=22, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            named(_CORE[0], "tier5_full", tier_gb_per_s=5.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            named(_CORE[0], "tier20_full", tier_gb_per_s=20.0, requests=12, arms=_FULL_FOUR, repeats=2, most_repeats=6),
+            named(closed(16, 15_360, 768, requests=36), "full", arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            named(_CORE[0], "open_full", rate_per_s=9.0, requests=16, arms=_FULL_FOUR, repeats=2, most_repeats=6),
+            named(
                 _CORE[0],
                 "mixed_full",
                 mix=((15_360, 768), (4_096, 256), (8_192, 2_048), (15_360, 256)),
@@ -216,7 +194,7 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=2,
                 most_repeats=6,
             ),
-            _named(
+            named(
                 _CORE[0],
                 "misses_full",
                 miss_every=2,
@@ -226,10 +204,10 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=2,
                 most_repeats=4,
             ),
-            _named(_CORE[0], "out128_full", output=128, requests=8, arms=_FULL_FOUR, repeats=2, most_repeats=4),
-            _named(_closed(2, 15_360, 768), "full", arms=_FULL_FOUR, repeats=2, most_repeats=6),
+            named(_CORE[0], "out128_full", output=128, requests=8, arms=_FULL_FOUR, repeats=2, most_repeats=4),
+            named(closed(2, 15_360, 768), "full", arms=_FULL_FOUR, repeats=2, most_repeats=6),
             *(
-                _named(_closed(concurrency, 4_096, 256), "full", arms=_FULL_FOUR, repeats=2, most_repeats=6)
+                named(closed(concurrency, 4_096, 256), "full", arms=_FULL_FOUR, repeats=2, most_repeats=6)
                 for concurrency in (4, 1)
             ),
         ),
@@ -237,19 +215,10 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "core": Group(_CORE, prefill_graphs=_PREFILL_GRAPHS),
     "original": Group(_ORIGINAL),
-    "finding": Group(
-        (
-            _named(_MIDDLE, "finding", arms=_ONE_THING, repeats=2, most_repeats=8),
-            _named(_ONE, "finding", arms=_ONE_THING_ALONE, repeats=2, most_repeats=6),
-        )
-    ),
-    "beside": Group(tuple(_named(cell, "beside", arms=_BESIDE, repeats=3) for cell in (_MIDDLE, _ONE))),
-    "beside_mps": Group(
-        tuple(_named(cell, "beside_mps", arms=_BESIDE, repeats=3) for cell in (_MIDDLE, _ONE)), mps=True
-    ),
+    **FINDING,
     "graphs": Group(
         (
-            _named(
+            named(
                 _ONE,
                 "graphs",
                 arms=(
@@ -260,7 +229,7 @@ GROUPS: Final[dict[str, Group]] = {
                 ),
                 repeats=3,
             ),
-            _named(
+            named(
                 _MIDDLE,
                 "graphs",
                 arms=(BASELINE, "fifo_first", *(f"{arm}_prefill_graphs" for arm in ("chunk", "fifo", "auto"))),
@@ -271,16 +240,16 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "extra": Group(
         (
-            _named(
+            named(
                 _MIDDLE,
                 "bystanders",
                 bystanders=8,
                 arms=(BASELINE, "fifo_first", "fifo_jit", "auto", "auto_heavy"),
                 repeats=3,
             ),
-            _named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=12, arms=_FOUR, repeats=2, most_repeats=4),
-            _named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, arms=_FOUR, repeats=2, most_repeats=6),
-            _named(
+            named(_MIDDLE, "tier5", tier_gb_per_s=5.0, requests=12, arms=_FOUR, repeats=2, most_repeats=4),
+            named(_MIDDLE, "tier20", tier_gb_per_s=20.0, requests=12, arms=_FOUR, repeats=2, most_repeats=6),
+            named(
                 _MIDDLE,
                 "out50",
                 output=50,
@@ -288,10 +257,10 @@ GROUPS: Final[dict[str, Group]] = {
                 arms=(BASELINE, "fifo_first", "auto", "auto_light", "auto_heavy", "fifo_first16"),
                 repeats=2,
             ),
-            _named(_EIGHT, "out50", output=50, requests=22, arms=(BASELINE, "fifo_first", "auto"), repeats=2),
-            _closed(16, 15_360, 768, requests=36, arms=_FOUR, repeats=2),
-            _named(_MIDDLE, "open", rate_per_s=9.0, requests=16, arms=_FOUR, repeats=2),
-            _named(
+            named(_EIGHT, "out50", output=50, requests=22, arms=(BASELINE, "fifo_first", "auto"), repeats=2),
+            closed(16, 15_360, 768, requests=36, arms=_FOUR, repeats=2),
+            named(_MIDDLE, "open", rate_per_s=9.0, requests=16, arms=_FOUR, repeats=2),
+            named(
                 _MIDDLE,
                 "mixed",
                 mix=((15_360, 768), (4_096, 256), (8_192, 2_048), (15_360, 256)),
@@ -299,7 +268,7 @@ GROUPS: Final[dict[str, Group]] = {
                 arms=(*_FOUR, "shortest_first"),
                 repeats=2,
             ),
-            _named(
+            named(
                 _MIDDLE,
                 "misses",
                 miss_every=2,
@@ -309,16 +278,16 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=2,
                 most_repeats=6,
             ),
-            _named(_MIDDLE, "out128", output=128, requests=8, arms=_FOUR, repeats=2, most_repeats=6),
-            _named(_MIDDLE, "stores", stores=True, arms=(BASELINE, "fifo_first", "auto"), repeats=2, most_repeats=6),
-            _closed(2, 15_360, 768, arms=_FOUR, repeats=2),
-            *(_closed(8, 15_360, new, arms=_FOUR, repeats=2) for new in (256, 2048)),
-            *(_closed(concurrency, 4_096, 256, arms=_FOUR, repeats=2) for concurrency in (4, 1)),
+            named(_MIDDLE, "out128", output=128, requests=8, arms=_FOUR, repeats=2, most_repeats=6),
+            named(_MIDDLE, "stores", stores=True, arms=(BASELINE, "fifo_first", "auto"), repeats=2, most_repeats=6),
+            closed(2, 15_360, 768, arms=_FOUR, repeats=2),
+            *(closed(8, 15_360, new, arms=_FOUR, repeats=2) for new in (256, 2048)),
+            *(closed(concurrency, 4_096, 256, arms=_FOUR, repeats=2) for concurrency in (4, 1)),
         )
     ),
     "both_chunks": _by_both(
         [
-            (_closed(concurrency, hit, new, chunk=chunk), _BOTH_LEAST, 3)
+            (closed(concurrency, hit, new, chunk=chunk), _BOTH_LEAST, 3)
             for hit, new, chunk in ((4_096, 1_024, 256), (12_288, 768, 1024), (12_288, 768, 4096))
             for concurrency in (4, 1)
         ],
@@ -326,7 +295,7 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "both_long": _by_both(
         [
-            (_closed(concurrency, hit, new, requests=requests), _BOTH_LEAST, 3)
+            (closed(concurrency, hit, new, requests=requests), _BOTH_LEAST, 3)
             for concurrency, hit, new, requests in (
                 (2, 32_768, 1_024, 8),
                 (1, 32_768, 256, 6),
@@ -338,18 +307,18 @@ GROUPS: Final[dict[str, Group]] = {
         document_tokens=65_536,
     ),
     "no_prefix_caching": Group(
-        tuple(_named(cell, "no_prefix_caching", arms=_FEW, repeats=3) for cell in _CORE[:2]), prefix_caching=False
+        tuple(named(cell, "no_prefix_caching", arms=_FEW, repeats=3) for cell in _CORE[:2]), prefix_caching=False
     ),
     "no_async": Group(
         tuple(
-            _named(cell, "no_async", arms=(BASELINE, "fifo_first", "sync", "auto", "auto_ahead"), repeats=3)
+            named(cell, "no_async", arms=(BASELINE, "fifo_first", "sync", "auto", "auto_ahead"), repeats=3)
             for cell in _CORE[:2]
         ),
         engine_options={"async_scheduling": False},
     ),
     "full_graphs": Group(
         tuple(
-            _named(cell, "full_graphs", arms=arms, repeats=3)
+            named(cell, "full_graphs", arms=arms, repeats=3)
             for cell, arms in (
                 (_CORE[0], (*_FEW, "fifo_jit", *_FULL_GRAPHS, "recompute_full_graphs")),
                 (_CORE[1], (*_TWO, "sync", *_FULL_GRAPHS, "sync_full_graphs")),
@@ -363,14 +332,14 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "two_gpus": Group(
         tuple(
-            _named(_closed(concurrency, 15_360, 768, arms=_RANKS_ARMS, repeats=2, **more), "two_gpus")
+            named(closed(concurrency, 15_360, 768, arms=_RANKS_ARMS, repeats=2, **more), "two_gpus")
             for concurrency, more in ((4, {"requests": 12}), (1, {"requests": 5}), (8, {"requests": 20}))
         ),
         documents=12,
     ),
     "two_gpus_full": Group(
         tuple(
-            _named(_closed(concurrency, hit, 768, arms=arms, requests=requests, repeats=6), "two_gpus_full")
+            named(closed(concurrency, hit, 768, arms=arms, requests=requests, repeats=6), "two_gpus_full")
             for concurrency, hit, requests, arms in (
                 (4, 15_360, 12, (*_FULL_FEW, "auto_before_batch_full_graphs")),
                 (4, 18_432, 12, _FULL_LEAST),  # transfer over prefill as one GPU has it with 15,360 and 768
@@ -384,8 +353,8 @@ GROUPS: Final[dict[str, Group]] = {
     ),
     "two_gpus_prefill_graphs": Group(
         tuple(
-            _named(
-                _closed(concurrency, 15_360, 768, arms=_BOTH_GRAPHS, requests=requests, repeats=6),
+            named(
+                closed(concurrency, 15_360, 768, arms=_BOTH_GRAPHS, requests=requests, repeats=6),
                 "two_gpus_prefill_graphs",
             )
             for concurrency, requests in ((4, 12), (1, 5))
