@@ -35,6 +35,9 @@ DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "windo
 """Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
 AHEAD: Final[dict[str, Any]] = {"in_flight_mb": 768, "staging_mib": 1024}
 """As much as moves in 14 ms is enqueued: a wait for a layer on its way need not stop the model runner's thread."""
+TWO_MS: Final[dict[str, Any]] = {"in_flight_mb": 110, "staging_mib": 128}
+FOUR_MS: Final[dict[str, Any]] = {"in_flight_mb": 220, "staging_mib": 256}
+"""So long can a load's scatter wait for a kernel that has every multiprocessor before the link lies idle."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,8 @@ _BY_ONE_KIND: Final = (
     Arm("fifo_first16", _layerwise(release="first:16")),
     Arm("fifo_deep_first", _layerwise(**DEEP)),
     Arm("fifo_ahead", _layerwise(**AHEAD)),
+    Arm("fifo_two_ms", _layerwise(**TWO_MS)),
+    Arm("fifo_four_ms", _layerwise(**FOUR_MS)),
     Arm("fifo_whole", _layerwise(release="whole")),
     Arm("fifo_jit", _layerwise(release="jit:step")),
     Arm("fifo_value", _layerwise(carrier="value")),
@@ -96,6 +101,7 @@ _BY_ONE_KIND: Final = (
     Arm("sync_width32", {"use_layerwise": True, "layers_per_slice": 32}),
     Arm("auto", _AUTO),
     Arm("auto_ahead", {**_AUTO, **AHEAD}),
+    Arm("auto_four_ms", {**_AUTO, **FOUR_MS}),
     Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
     Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
     Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
@@ -127,7 +133,8 @@ _BY_ONE_KIND: Final = (
 _BY_BOTH_TOO: Final = (
     "chunk_bounded", "chunk_deep", "chunk_no_turns", "chunk_beside", "interleaved_first", "interleaved_deep_no_turns",
     "fifo_first", "fifo_first8", "fifo_deep_first", "fifo_no_turns", "fifo_deep_no_turns", "fifo_whole", "fifo_jit",
-    "fifo_width8", "fifo_width32", "fifo_thread", "fifo_beside", "sync", "sync_width32", "auto",
+    "fifo_width8", "fifo_width32", "fifo_thread", "fifo_beside", "fifo_two_ms", "fifo_four_ms", "fifo_ahead", "sync",
+    "sync_width32", "auto", "auto_four_ms", "auto_ahead",
 )  # fmt: skip
 
 
@@ -159,6 +166,9 @@ _DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ),
     ("the same, joining the next step", "sync", "sync_ahead"),
     ("the same, chosen", "auto", "auto_ahead"),
+    ("110 MB enqueued instead of 55", "fifo_first", "fifo_two_ms"),
+    ("220 MB enqueued instead of 55", "fifo_first", "fifo_four_ms"),
+    ("the same, chosen", "auto", "auto_four_ms"),
     ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
     ("the same, and then everything enqueued at once: the engine's copies wait", "fifo_no_turns", "fifo_deep_no_turns"),
     ("both, instead of neither", "fifo_first", "fifo_deep_no_turns"),

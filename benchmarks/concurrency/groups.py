@@ -66,6 +66,10 @@ _BEFORE_BATCH: Final = ("auto_full_graphs", "auto_before_batch_full_graphs")
 _BOTH_GRAPHS: Final = ("chunk_full_graphs", "auto_full_graphs", "chunk_both_graphs", "auto_both_graphs")
 _BOTH_LEAST: Final = (*CHUNK_MAJOR_BOTH, "fifo_both_graphs", "auto_both_graphs")
 _BOTH_ALONE: Final = (*_BOTH_LEAST, "sync_both_graphs")
+_BOTH_IN_FLIGHT: Final = (
+    CHUNK_MAJOR_BOTH[0], "fifo_both_graphs", "fifo_two_ms_both_graphs", "fifo_four_ms_both_graphs", "fifo_ahead_both_graphs",
+    "auto_both_graphs", "auto_four_ms_both_graphs", "auto_ahead_both_graphs",
+)  # fmt: skip
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
 _OPEN: Final = named(_CORE[0], "bystanders_open", bystanders=8, rate_per_s=9.0, requests=16)
@@ -292,6 +296,20 @@ GROUPS: Final[dict[str, Group]] = {
             for concurrency in (4, 1)
         ],
         documents=12,
+    ),
+    "both_in_flight": _by_both(
+        [
+            (named(closed(4, 15_360, new), "in_flight"), _BOTH_IN_FLIGHT, repeats)
+            for new, repeats in ((768, 5), (2048, 4))
+        ]
+    ),
+    "both_in_flight_long": _by_both(
+        [
+            (named(closed(concurrency, hit, new, requests=requests), "in_flight"), _BOTH_IN_FLIGHT, 5)
+            for concurrency, hit, new, requests in ((1, 65_536, 1_024, 4), (2, 65_536, 1_024, 6), (1, 15_360, 768, 6))
+        ],
+        documents=5,
+        document_tokens=65_536,
     ),
     "both_long": _by_both(
         [
