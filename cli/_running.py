@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -55,3 +57,30 @@ def refuse_foreign_journal() -> Iterator[None]:
         yield
     except JournalError as mistake:
         raise typer.BadParameter(str(mistake)) from mistake
+
+
+@contextmanager
+def stoppable(journal: Path | None) -> Iterator[None]:
+    """Inside the block SIGTERM ends the work as ctrl-C does: its processes end with it, and one line says what is kept.
+
+    Raises:
+        SystemExit: of SIGTERM, 128 + its number; one that somebody else handles is left to him.
+    """
+
+    def stop(signum: int, frame: Any) -> None:
+        raise SystemExit(128 + signum)
+
+    mine = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if mine:
+        signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        kept = "nothing is kept; with --journal FOLDER finished cells would be"
+        if journal is not None:
+            kept = f"finished cells are in {journal}, and the same command goes on from there"
+        sys.stderr.write(f"Stopped: {kept}.\n")
+        raise
+    finally:
+        if mine:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)

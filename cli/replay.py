@@ -26,7 +26,14 @@ from lamella.cli._regime import (
     parse_slo,
     within_slo,
 )
-from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
+from lamella.cli._running import (
+    EngineOption,
+    JournalOption,
+    WorkersOption,
+    parse_running,
+    refuse_foreign_journal,
+    stoppable,
+)
 from lamella.reference.chrome_trace import to_chrome_trace
 from lamella.sim.bounds import check_seed
 from lamella.sim.outcome import ArmResult, remarks
@@ -280,7 +287,8 @@ def register(app: typer.Typer) -> None:
             if journal is not None:
                 journal.mkdir(parents=True, exist_ok=True)
         setting = ReplaySetting(routing, device, width, slo, table is not None)
-        with refuse_foreign_journal(), progress_bar("replaying", len(plan_replay(routing))) as advance:
+        bar = progress_bar("replaying", len(plan_replay(routing)))
+        with refuse_foreign_journal(), stoppable(journal), bar as advance:
             where = None if journal is None else journal / "replay.jsonl"
             computed = replay_cells(setting, replace(how, journal=where, on_done=advance))
         result = computed.result

@@ -47,7 +47,14 @@ from lamella.cli._regime import (
     parse_slo,
     within_slo,
 )
-from lamella.cli._running import EngineOption, JournalOption, WorkersOption, parse_running, refuse_foreign_journal
+from lamella.cli._running import (
+    EngineOption,
+    JournalOption,
+    WorkersOption,
+    parse_running,
+    refuse_foreign_journal,
+    stoppable,
+)
 from lamella.sim.bounds import MOST_USERS, check_range, check_seed
 from lamella.sim.parallel import Running
 from lamella.sim.regimes import Cell, RegimeMap
@@ -154,7 +161,7 @@ def sweep(
     def where(name: str, advance: Callable[[int], object]) -> Running:
         return replace(how, journal=None if journal is None else journal / f"{name}.jsonl", on_done=advance)
 
-    with refuse_foreign_journal():
+    with refuse_foreign_journal(), stoppable(journal):
         with progress_bar("map", len(map_plan.regimes)) as advance:
             regime_map = compute_map(map_plan, where("map", advance))
         mapped = time.perf_counter()

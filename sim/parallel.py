@@ -2,7 +2,8 @@
 
 The result is a matter of the cells, the work and the seed alone (SIM-7): every cell gets a seed of its own, spawned
 from the sweep's by position, and results come back in the order of the cells. So a sweep can be stopped, resumed from
-its journal, and finished elsewhere, and is the same to the byte.
+its journal, and finished elsewhere, and is the same to the byte. Whatever ends the process that computes it ends its
+processes too, even what lets it clean nothing up.
 
 A journal is a file of JSON lines: one that says which sweep it is, then one for each cell that is done. A line that was
 cut off by a crash, or does not match its own check, is computed again, and so is what follows it.
@@ -13,11 +14,15 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
 from hashlib import sha256
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -114,19 +119,21 @@ def run_cells(work: Work, shared: Any, cells: Sequence[Any], seed: int, how: Run
     if how.on_done is not None and len(missing) < len(cells):
         how.on_done(len(cells) - len(missing))
     batch: Batch = [(position, (cells[position], seeds[position])) for position in missing]
+    runner, workers = _RUNNERS[how.runner], how.workers or os.cpu_count() or 1
     try:
-        for done in _RUNNERS[how.runner](work, shared, batch, how.workers or os.cpu_count() or 1):
-            for position, answer in done:
-                # Through JSON, so that an answer is the same whether it was computed now or read from a journal.
-                text = json.dumps(answer)
-                answers[position] = json.loads(text)
+        with closing(runner(work, shared, batch, workers)) as finished:  # whatever stops this stops the runner
+            for done in finished:
+                for position, answer in done:
+                    # Through JSON, so that an answer is the same whether it was computed now or read from a journal.
+                    text = json.dumps(answer)
+                    answers[position] = json.loads(text)
+                    if log is not None:
+                        check = _check_of(position, text)
+                        log.write(f'{{"cell": {position}, "check": "{check}", "answer": {text}}}\n')
                 if log is not None:
-                    check = _check_of(position, text)
-                    log.write(f'{{"cell": {position}, "check": "{check}", "answer": {text}}}\n')
-            if log is not None:
-                log.flush()
-            if how.on_done is not None:
-                how.on_done(len(done))
+                    log.flush()
+                if how.on_done is not None:
+                    how.on_done(len(done))
     finally:
         if log is not None:
             log.close()
@@ -136,13 +143,15 @@ def run_cells(work: Work, shared: Any, cells: Sequence[Any], seed: int, how: Run
 # ---------------------------------------------------------------- runners
 
 Done = list[tuple[int, Answer]]
+Finished = Generator[Done, None, None]
+"""What a runner gives, batch by batch; closing it ends what it has begun."""
 
 
 def _run_batch(work: Work, shared: Any, batch: Batch) -> Done:
     return [(position, work(shared, cell, seed)) for position, (cell, seed) in batch]
 
 
-def _serially(work: Work, shared: Any, batch: Batch, workers: int) -> Iterator[Done]:
+def _serially(work: Work, shared: Any, batch: Batch, workers: int) -> Finished:
     return (_run_batch(work, shared, [entry]) for entry in batch)
 
 
@@ -156,33 +165,57 @@ _shared: Any = None
 """In a worker process: what its first message brought."""
 
 
-def _receive_shared(shared: Any) -> None:
+def _start_worker(shared: Any, lifeline: Connection) -> None:
+    """The process has what all cells need, and ends with the one that started it."""
     global _shared
     _shared = shared
+    threading.Thread(target=_end_with, args=(lifeline,), daemon=True).start()
+
+
+def _end_with(lifeline: Connection) -> None:
+    """Ends this process, in the midst of a cell, when nobody holds the other end any more."""
+    with suppress(EOFError, OSError):
+        lifeline.recv_bytes()
+    os._exit(0)
 
 
 def _run_in_worker(work: Work, batch: Batch) -> Done:
     return _run_batch(work, _shared, batch)
 
 
-def _in_processes(work: Work, shared: Any, batch: Batch, workers: int) -> Iterator[Done]:
+def _in_processes(work: Work, shared: Any, batch: Batch, workers: int) -> Finished:
     if len(batch) < 2 or workers < 2:
         yield from _serially(work, shared, batch, workers)
         return
-    # spawn: a child that was forked while another thread held a lock would inherit it locked.
+    # spawn: a child that was forked while another thread held a lock would inherit it locked, and the lifeline's end.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(workers, len(batch)), context, _receive_shared, (shared,)) as pool:
-        futures = [pool.submit(_run_in_worker, work, part) for part in _split(batch, workers)]
+    lifeline, held = context.Pipe(duplex=False)
+    with (
+        lifeline,
+        held,
+        ProcessPoolExecutor(min(workers, len(batch)), context, _start_worker, (shared, lifeline)) as pool,
+    ):
         try:
+            with _deaf_children():
+                futures = [pool.submit(_run_in_worker, work, part) for part in _split(batch, workers)]
             for future in as_completed(futures):
                 yield future.result()
         except BaseException:
-            for future in futures:
-                future.cancel()
+            held.close()  # they end now; without it the pool would let them finish what they have
             raise
 
 
-def _on_ray(work: Work, shared: Any, batch: Batch, workers: int) -> Iterator[Done]:
+@contextmanager
+def _deaf_children() -> Iterator[None]:
+    """Processes started inside hear no ctrl-C, which reaches the whole group: what follows is this one's to say."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _on_ray(work: Work, shared: Any, batch: Batch, workers: int) -> Finished:
     try:
         import ray
     except ImportError as missing:
