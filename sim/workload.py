@@ -4,7 +4,7 @@ A trace is JSON lines, one request each, in order of arrival::
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..., 2354]}
 
-`timestamp` is in ms; `hash_ids` has one id for each 512 prompt tokens or part of them, and equal ids mean that these
+`timestamp` is in ms, from any instant; `hash_ids` has one id for each 512 prompt tokens or part of them, and equal ids mean that these
 tokens and all before them are equal. Other keys are ignored: published traces differ in them.
 
 Source: the traces published with Mooncake (Qin et al., FAST 2025).
@@ -28,7 +28,7 @@ class TraceRequest(NamedTuple):
     """One request of a workload.
 
     Attributes:
-        arrival_ns: from the workload's begin.
+        arrival_ns: from the workload's begin; in a trace that is its first request.
         input_tokens: prompt, at least 1.
         output_tokens: answer, at least 1.
         chunk_ids: one id for each `TRACE_CHUNK_TOKENS` of the prompt, the last perhaps for fewer; equal ids, equal
@@ -84,7 +84,8 @@ def parse_trace(lines: Iterable[str], name: str, limit: int | None = None) -> li
         requests.append(request)
     if not requests:
         raise ValueError(f"{name} holds no request")
-    return requests
+    begin_ns = requests[0].arrival_ns  # an excerpt begins late, and nothing is busy or answered before it
+    return [request._replace(arrival_ns=request.arrival_ns - begin_ns) for request in requests]
 
 
 def _parse_line(line: str) -> TraceRequest:

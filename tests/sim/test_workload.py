@@ -29,7 +29,13 @@ def line(**changes: Any) -> str:
 
 
 def test_a_line_becomes_a_request() -> None:
-    assert parse_trace([line()], "t") == [TraceRequest(1_500_000_000, 700, 9, (4, 7))]
+    assert parse_trace([line()], "t") == [TraceRequest(0, 700, 9, (4, 7))]
+
+
+def test_arrivals_count_from_the_first_request_so_that_an_excerpt_is_a_trace() -> None:
+    """What an instance's time is counted from: an hour before the first request it was neither busy nor idle."""
+    late = [line(timestamp=3_600_000), line(timestamp=3_600_001.5)]
+    assert [request.arrival_ns for request in parse_trace(late, "t")] == [0, 1_500_000]
 
 
 def test_only_chunks_that_are_full_are_whole() -> None:
