@@ -67,14 +67,29 @@ def test_causes_have_a_picture_and_stand_in_no_other(tmp_path: Path) -> None:
     from concurrency.plots import draw
 
     causes = switched(chunk_bounded=[100, 102], fifo_first=[50, 51])
-    assert [path.name for path in draw(figures_of(causes), tmp_path)] == ["one-thing.svg"]
-    both = [*causes, *switched("another", chunk_bounded=[100, 102], fifo_first=[50, 51])]
+    assert [path.name for path in draw(figures_of(causes), tmp_path)] == ["one-thing.svg", "why.svg"]
+    both = [*causes, *switched("elsewhere", chunk_bounded=[100, 102], fifo_first=[50, 51])]
     assert [path.name for path in draw(figures_of(both), tmp_path)] == [
-        "one-thing.svg", "ttft-change.svg", "ttft-and-tpot.svg",
+        "one-thing.svg", "why.svg", "ttft-change.svg", "ttft-and-tpot.svg",
     ]  # fmt: skip
     texts = {path.name: path.read_text(encoding="utf-8") for path in tmp_path.glob("*.svg")}
     assert [name for name, text in texts.items() if NAME in text] == ["one-thing.svg"]
-    assert [name for name, text in texts.items() if "another" in text] == ["ttft-change.svg"]
+    assert [name for name, text in texts.items() if "elsewhere" in text] == ["ttft-change.svg"]
+
+
+def test_the_pictures_that_are_seen_first_name_no_arm(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from concurrency.plots import draw
+
+    causes = switched(chunk_bounded=[100, 102], fifo_first=[50, 51], fifo_thread=[70, 71])
+    glance = switched("c4_hit15360_new768_chunk256_full", chunk_full_graphs=[100, 102], auto_full_graphs=[50, 51])
+    names = {path.name for path in draw(figures_of([*causes, *glance]), tmp_path)}
+    assert {"first-tokens.svg", "why.svg"} < names
+    for name, said in (("first-tokens.svg", "at once, "), ("why.svg", "released with the first layer")):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        assert said in text
+        assert "fifo_" not in text
+        assert "auto_full" not in text
 
 
 def test_what_two_gpus_gain_is_told_by_limit_for_runs_with_looks() -> None:

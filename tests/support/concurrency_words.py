@@ -96,28 +96,19 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
     joined = sum(arm.choices.get("sync", 0) for name, cell in now.items() if cell.cell["new"] in (256, 768)
                  and not re.search("open|tier|misses|mixed|out50", name)
                  for arm in [cell.arms.get(AUTO)] if arm is not None)  # fmt: skip
-    decoding = "bystanders' TPOT, auto_full_graphs, 9 arrivals/s"
     wanted = 0.55 * small.base.ttft.value
     counted_anew = tier5.arm().choices["off"], sum(tier5.arm().choices.values())
-
-    def many_runs(what: str) -> str:
-        return NUMBERS[over[f"{what}, {AUTO}"].what.split()[-2]]
 
     return [
         f"768 new: {one.percent()} ({one.pair}), {-one.change().value / ceiling:.0%} of what overlap can save; whole "
         f"answers {one.percent('e2e')}.",
         f"{four.percent()} with 768 new ({four.pair}; whole answers {four.percent('e2e')}, throughput "
         f"{four.percent('requests_per_s')}) and {large.percent()} with 2,048 ({large.pair}).",
-        f"With 256 new {together['C = 4, new = 256, auto_full_graphs']} over {many_runs('C = 4, new = 256')} runs",
         f"{small_quiet.percent()} against a baseline of {small_quiet.base.ttft.value:.1f} ms",
         f"{together['C = 8, new = 768, auto_full_graphs']} over two runs",
-        f"Over {many_runs('C = 1, new = 768')} runs it is {together['C = 1, new = 768, auto_full_graphs']}, too near "
-        "the aim",
-        f"Over {many_runs('C = 4, new = 768')} runs the former is {together['C = 4, new = 768, auto_full_graphs']}.",
         f"two at once {pair.percent()}, sixteen {many.percent()}",
         f"{mean(others)} behind in the mean over {len(others)} cells",
         f"{' and '.join(f'{value:.1%}' for value in sorted(beyond.values()))} behind",
-        f"{together[decoding]} a token over two runs",
         f"{both.percent()} ({both.pair}) on the busiest host",
         f"early for all with 256 and 768 new but {NUMBERS[str(joined)]}.",
         f"{tier20.percent()} at 20 GB/s, {regrets['c4_hit15360_new768_chunk256_tier20_full']:.1%} behind one request "
@@ -141,12 +132,12 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
         f"{piecewise[1].percent('requests_per_s')})",
         f"Its whole answers came after {tier5.arm().e2e.value:,.0f} ms instead of {tier5.arm(FIFO).e2e.value:,.0f} and "
         f"{tier5.base.e2e.value:,.0f}",
-        f"after {weights[0]}, {weights[1]} and {weights[2]} ms and {of_weights[0]}, {of_weights[1]} and "
-        f"{of_weights[2]} of TPOT",
-        f"{one.ms()} ms, where the ceiling would be {one.base.ttft.value * (1 - ceiling):.1f}. By `fifo_full_graphs` "
-        f"({one.ms(FIFO)}): the first layer lands after {fifo.first_layer_ms:.1f}, the request is released "
-        f"{fifo.unnoticed_ms:.1f} later and its step begins {fifo.unadmitted_ms:.1f} after that; the rest is the "
-        f"prefill, {one.cell.alone.prefill_ms:.1f} ms of the device",
+        f"after {weights[0]}, {weights[1]} and {weights[2]} ms and {of_weights[0]}",
+        f"{of_weights[0]}, {of_weights[1]} and {of_weights[2]} of TPOT",
+        f"{one.ms()} ms, where the ceiling would be {one.base.ttft.value * (1 - ceiling):.1f}. By one request "
+        f"after another ({one.ms(FIFO)}): the first layer lands after {fifo.first_layer_ms:.1f}, the request is "
+        f"released {fifo.unnoticed_ms:.1f} later and its step begins {fifo.unadmitted_ms:.1f} after that; the rest is "
+        f"the prefill, {one.cell.alone.prefill_ms:.1f} ms of the device",
         f"T is {transfer_ms:.1f} ms, {transfer_ms / bound.ttft.value:.0%} of `auto`'s "
         f"{small.ms()}, and the prefill only {prefill_ms:.1f}: the link is busy for {bound.link_busy:.0%} "
         f"of the time. For these arrivals it alone needs {floor.value:.1f} ms in the mean, {behind:.1f} of them behind "
@@ -158,6 +149,17 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
         f"another for {beside.arm(FIFO).host_stall_ms:.1f}",
         f"{set_aside(two, 'c4_hit15360_new768_chunk256_two_gpus_full')} repeats",
     ]  # fmt: skip
+
+
+def short_prompts_on_a_quick_host(quick: Cells) -> str:
+    """Of four at once with 256 new at f8adb2c."""
+    small = Spoken(quick, NAME(4, 256))
+    landed = small.arm().last_layer_ms
+    assert landed
+    return (
+        f"the first token came {small.arm().ttft.value - landed:.1f} after the last layer, and `auto` took "
+        f"{small.ms()} of the {0.55 * small.base.ttft.value:.1f} that were the aim"
+    )
 
 
 def mean(shares: Sequence[float]) -> str:

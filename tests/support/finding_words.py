@@ -69,6 +69,7 @@ def finding(cells: Mapping[str, CellFigures]) -> list[str]:
         for cell in (beside, shared)
     )
     return [
+        *_in_short(four, beside, shared),
         f"the baseline drifted by {one.figures.drift:.1%} and, beside the second process, by "
         f"{beside_one.figures.drift:.1%}",
         f"no turns: {four.ms(ORIGINAL)} ms where chunk-major takes {four.ms(chunk)} ({four.percent(ORIGINAL, chunk)}). "
@@ -77,7 +78,8 @@ def finding(cells: Mapping[str, CellFigures]) -> list[str]:
         f"{four.longer(ORIGINAL, chunk)} that are lost. With turns and little in flight it costs "
         f"{four.longer('interleaved_first')}: {four.ms('fifo_first')} to {four.ms('interleaved_first')} ms.",
         f"gains {four.longer(chunk)} ms on chunk-major with turns and 50 MB in flight, and "
-        f"{four.longer(chunk, FIFO_LIKE_IT)} without either. Without turns alone it takes "
+        f"{four.longer(chunk, FIFO_LIKE_IT)} without either.",
+        f"Without turns alone it takes "
         f"{four.longer('fifo_no_turns')} longer (at one user {one.longer('fifo_no_turns')}); everything at once alone "
         f"{four.longer('fifo_deep_first')}, {how(four.change('fifo_deep_first'))}. A chunk-major load takes "
         f"{four.longer('chunk_no_turns', chunk)} longer without turns.",
@@ -105,6 +107,19 @@ def finding(cells: Mapping[str, CellFigures]) -> list[str]:
         f"chunk-major {shared.ms(chunk)} to {shared.ms('chunk_beside')} ms, one request after another "
         f"{shared.ms('fifo_first')} to {shared.ms('fifo_beside')}, throughput {' and '.join(of_shared)}. Layer by "
         f"layer is sooner by {shared.percent('fifo_beside', 'chunk_beside').lstrip('-')}, {_still(shared)}",
+    ]
+
+
+def _in_short(four: Cell, beside: Cell, shared: Cell) -> list[str]:
+    """On the page of what was found."""
+    chunk, still = "chunk_bounded", beside.change("fifo_beside", "chunk_beside")
+    return [
+        f"the original's way: {four.percent(ORIGINAL, chunk)} against chunk-major. The same with one request after "
+        f"another gains ({four.percent(FIFO_LIKE_IT, chunk)}). So the order alone costs "
+        f"{four.longer(ORIGINAL, FIFO_LIKE_IT)} ms, more than the {four.longer(ORIGINAL, chunk)} that are lost.",
+        f"no better than chunk-major ({four.percent('fifo_whole', chunk)}).",
+        f"still sooner, by {-still.value:.1%} and by {shared.percent('fifo_beside', 'chunk_beside').lstrip('-')}.",
+        f"without turns, one request after another took {four.longer('fifo_no_turns')} ms longer",
     ]
 
 

@@ -48,7 +48,8 @@ def prefill_graphs(now: Cells, two: Cells, over: Mapping[str, Line], rows: Mappi
         f"{one.percent()} at one user, all shown",
         f"{original.group()} over two runs at eight with 14,336 + 818",
         f"eight with 768 it was {eight.percent_and_error()}, not shown: the baseline drifted by {eight.cell.drift:.1%}",
-        f"{small.percent_and_error()} ({small.pair}), where {0.55 * small.base.ttft.value:.1f} were wanted and the "
+        f"{small.percent_and_error()} ({small.pair})",
+        f"{0.55 * small.base.ttft.value:.1f} ms were wanted, and the "
         f"link alone needs {floor.value:.1f} for these arrivals",
         f"its prefill takes {small.cell.alone.prefill_ms:.1f} ms of the device",
         f"{beside['fifo']} of one request after another",
@@ -98,6 +99,6 @@ def _of_tables(rows: Mapping[str, Sequence[str]]) -> list[str]:
     quickest, slowest = (part.split(" → ")[1] for part in both[4:6])
     return [
         f"{at[1]} at T/P {at[2]} beside {at[3]} at {at[4]} on one GPU, {points[1].lstrip('+')} points less",
-        f"launching took {launching[1]} instead of {launching[0]} ms and the step {step[1]} instead of {step[0]}, "
-        f"whether it was launched quickly ({quickest}) or slowly ({slowest})",
+        f"launching took {launching[1]} instead of {launching[0]} ms and the step {step[1]} instead of {step[0]}",
+        f"the step {step[1]} instead of {step[0]}, whether it was launched quickly ({quickest}) or slowly ({slowest})",
     ]
