@@ -33,7 +33,9 @@ def before_batch(now: Cells, two: Cells) -> list[str]:
     assert off.choices.get("sync", 0) == 0
     alone_off, alone_on = _pair(now[CELL(1, 768)], "auto{}_full_graphs")
     assert set(alone_off.choices) == set(alone_on.choices) == {"early"}
+    early = now[CELL(4, 768).replace("_before_batch", "")].arms["auto_full_graphs"]
     return [
+        f"(99ca007) early release took {early.ttft.value:.1f}.",
         f"first layers land up to {max(sooner):.1f} ms sooner",
         f"the first layer landed after {_of(first[0])} ms at one user, {_of(first[1])} at four with 1,024 new and "
         f"{_of(first[2])} on two GPUs; the last one after {', '.join(map(_of, last[:2]))} and {_of(last[2])}.",
@@ -55,8 +57,10 @@ def ranks(each: Sequence[Cells], one: Cells) -> list[str]:
     mine, theirs = (_ms(one[name].alone.prefill_ms) for name in ("c1_hit15360_new768_chunk256_full", CELL(1, 768)))
     assert (round(mine / 2), round(theirs / 2)) == (15, 16)
     return [
+        f"behind {theirs:.0f} ms of computing",
         f"P is {mine:.1f} at one user, {theirs:.1f} on the busiest host), and one user on two GPUs had a step of "
         f"{single:.1f}",
+        f"No run came nearer to the 16 ms than the {single:.1f}",
         f"the step of two took {_ms(busiest.prefill_ms):.1f}, as long as one GPU's",
         f"at T/P {_ms(busiest.transfer_over_prefill):.2f} the ceiling of one request is {_ms(busiest.ceiling):.0%}, "
         f"at {_ms(quick.transfer_over_prefill):.2f} it is {_ms(quick.ceiling):.0%}",

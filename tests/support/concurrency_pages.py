@@ -17,7 +17,7 @@ from concurrency.tables import differences_table, gains_table, goals_table
 from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table
 
 from before_batch_words import before_batch, ranks
-from concurrency_words import phrases, ranges, short_prompts_on_a_quick_host
+from concurrency_words import of_other_runs, phrases, ranges
 from finding_words import finding
 from prefill_graphs_words import prefill_graphs, shortest_prompts
 
@@ -60,6 +60,12 @@ BEFORE: Final = (
     "h200-2026-11-30-grid-two-steps",
 )
 """Of no cell the last; some of their fixed arms are in no later one."""
+OTHER_RUNS: Final = (
+    "h200-2026-11-30-grid-quick-cores",
+    "h200-2026-11-30-grid-more-cells",
+    "h200-2026-11-29-grid-original",
+)
+"""Of which the pages quote what is of no cell the last."""
 EACH: Final = "concurrency-by-recording.md"
 
 Recorded = dict[str, list[Any]]
@@ -191,7 +197,9 @@ def phrases_of(recorded: Recorded, sections: Tables) -> list[str]:
         *phrases(now, two, quiet, over), *ranges(sections), *finding(now), *before_batch(now, two), *ranks(each, now),
         *prefill_graphs(now, two, over, sections),
         control_of_graph_waits(),
-        short_prompts_on_a_quick_host(figures_of(recorded["h200-2026-11-30-grid-quick-cores"])),
+        *of_other_runs(
+            *(figures_of(recorded[name]) for name in OTHER_RUNS)
+        ),
         shortest_prompts([(commit_of(recorded[name]), figures_of(recorded[name])) for name in ONE_GPU]),
     ]  # fmt: skip
 

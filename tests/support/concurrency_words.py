@@ -151,15 +151,20 @@ def phrases(now: Cells, two: Cells, quiet: Cells, over: Mapping[str, Line]) -> l
     ]  # fmt: skip
 
 
-def short_prompts_on_a_quick_host(quick: Cells) -> str:
-    """Of four at once with 256 new at f8adb2c."""
-    small = Spoken(quick, NAME(4, 256))
+def of_other_runs(quick: Cells, more: Cells, first: Cells) -> list[str]:
+    """Of f8adb2c, e6b6de6 and b46f46f, none of which is a cell's last."""
+    small, slow = Spoken(quick, NAME(4, 256)), Spoken(quick, SLOW_TIER)
     landed = small.arm().last_layer_ms
     assert landed
-    return (
+    peer = more["c4_hit15360_new768_chunk256"].arms["peer_offloading"]
+    longest = max(arm.loads_ms[-1] for cell in first.values() for arm in cell.arms.values() if arm.loads_ms)
+    return [
         f"the first token came {small.arm().ttft.value - landed:.1f} after the last layer, and `auto` took "
-        f"{small.ms()} of the {0.55 * small.base.ttft.value:.1f} that were the aim"
-    )
+        f"{small.ms()} of the {0.55 * small.base.ttft.value:.1f} that were the aim",
+        f"{slow.whole_ms()} ms beside {slow.whole_ms(FIFO)}.",
+        f"e6b6de6, {pm(peer.ttft)})",
+        f"loads of 40 ms took up to {longest / 10:.0f}0 at b46f46f",
+    ]
 
 
 def mean(shares: Sequence[float]) -> str:

@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from concurrency_pages import words_of
-
 Sections = Mapping[str, Sequence[str]]
 
 FULL, BOTH = "auto_full_graphs", "auto_both_graphs"
@@ -156,45 +154,3 @@ def missed_without_a_row(sections: Sections) -> list[str]:
     goals = _goals(sections)
     told = {_named(goals, start) for _what, start in _MISSED_OR_NOT_SHOWN}
     return [name for name, (*_rest, verdict) in goals.items() if verdict == "missed" and name not in told]
-
-
-_FIGURE: Final = re.compile(
-    r"(?P<pair>\d+\.\d to \d+\.\d ms)|[+-]?\d[\d,]*(?:\.\d+)?%?(?: ± \d+\.\d+%?)?(?: (?:ms|points)\b)?"
-)
-_NO_MEASUREMENT: Final = (
-    "vLLM 0.26", "Llama-3.1-8B", "standard errors of at most 2% in both arms", "drifted by at most 5%",
-    "(at least 80%)", "with 0, 0.3 and 2",
-    "at most 5 points less than one GPU",
-    "itself uncertain by 70%",
-)  # fmt: skip
-"""Figures that are a name, a rule or a setting."""
-
-
-def unheld(front: str, phrases: Sequence[str], rows: Sequence[str], tables: str) -> list[str]:
-    """Figures of the front page, percentages, ms, points and whatever has a decimal, that no recording holds.
-
-    One is held if it lies in a phrase or a row that the recordings would say so; a change, a figure with its error and
-    a pair of times also where a table of the other page has it.
-    """
-    text = words_of(front)
-    held = [
-        range(found.start(), found.end())
-        for said in (*phrases, *rows, *_NO_MEASUREMENT)
-        for found in re.finditer(re.escape(said), text)
-    ]
-    return [
-        figure.group()
-        for figure in _FIGURE.finditer(text)
-        if re.search(r"[.%]| ms| points", figure.group())
-        and not any(figure.start() in place for place in held)
-        and not _in_a_table(figure, tables)
-    ]
-
-
-def _in_a_table(figure: re.Match[str], tables: str) -> bool:
-    said = figure.group()
-    if figure["pair"]:
-        return said.removesuffix(" ms").replace(" to ", " → ") in tables
-    said = said.removesuffix(" points").removesuffix(" ms")
-    change = "." in said and "%" in said
-    return (change or "±" in said) and bool(re.search(rf"(?<![\d.]){re.escape(said)}(?![\d.])", tables))
