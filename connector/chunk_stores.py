@@ -21,7 +21,8 @@ from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.loads import Kind, OpenStore, Work, WorkBook
 from lamella.connector.objects import Objects, Refusal
 from lamella.connector.request_keys import RequestKeys
-from lamella.connector.step_orders import StoreOrder
+from lamella.connector.step_orders import LoadOrder, StoreOrder
+from lamella.connector.windows import Windows
 
 _LONGEST_PAUSE: Final = 64
 
@@ -81,6 +82,7 @@ class ChunkStores:
         self._requests = requests
         self._metrics = metrics
         self._take_number = take_number
+        self._windows = Windows(facts.block_tokens, facts.windows, facts.space.chunk_tokens, facts.null_block)
         self._open: dict[int, OpenStore] = {}
         self._kept_chunks: dict[str, int] = {}
         self._passed = 0  # tokens that a request can have computed at most, had it been in every step
@@ -94,15 +96,16 @@ class ChunkStores:
         self._kept_chunks[name] = num_chunks
         self._waiting.pop(name, None)
 
-    def conflicts(self, batch: StepBatch, loaded: Iterable[Iterable[int]]) -> tuple[int, ...]:
+    def conflicts(self, batch: StepBatch, loads: Iterable[LoadOrder]) -> tuple[int, ...]:
         """Stores whose blocks this step writes: their requests were preempted, or lost blocks to a window.
 
         Args:
             batch: of the step.
-            loaded: blocks of the loads that begin with it.
+            loads: that begin with it.
         """
         if not self._open:
             return ()
+        loaded = [self._windows.named(load.blocks, load.skip_tokens) for load in loads]
         written = self._blocks.written(batch.all()).union(*loaded)
         written.discard(self._facts.null_block)
         return tuple(number for number, store in self._open.items() if store.blocks & written)
@@ -163,7 +166,7 @@ class ChunkStores:
         elif waiting is not None:
             del self._waiting[one.request]
             self._metrics.count("stores_after_waiting", waiting.counted)
-        return [order for found in taken.orders if (order := self._begin(found)) is not None]
+        return [order for found in taken.orders if (order := self._begin(found, one.computed)) is not None]
 
     def _refused(self, name: str, end: int, refusal: Refusal) -> None:
         """The request's chunks up to `end` are not all stored: they wait, or are given up."""
@@ -178,18 +181,15 @@ class ChunkStores:
             waiting.next_try = self._steps + waiting.pause
             self._waiting[name] = waiting
 
-    def _begin(self, order: StoreOrder) -> StoreOrder | None:
+    def _begin(self, order: StoreOrder, computed: int) -> StoreOrder | None:
         blocks = self._blocks.tables(order.request, order.num_tokens)
         assert blocks is not None, "they were looked at above"
-        sources = {
-            block
-            for table, block_tokens in zip(blocks, self._facts.block_tokens, strict=True)
-            for block in table[order.skip_tokens // block_tokens :]
-        }
-        if self._facts.null_block in sources:  # a sliding window has left part of the chunk behind
+        blocks = self._windows.left(blocks, computed)
+        if self._windows.lacks(blocks, order.skip_tokens):
             self.objects.drop(order)
             return None
         order = replace(order, blocks=blocks)
+        sources = self._windows.named(blocks, order.skip_tokens)
         num_bytes = (order.num_tokens - order.skip_tokens) * self._facts.token_bytes
         self._book.begin(Work(order.number, order.request, Kind.STORE, num_bytes))
         self._open[order.number] = OpenStore(order, frozenset(sources))

@@ -17,6 +17,7 @@ class EngineFacts:
         num_ranks: workers that report.
         space: key space of the engine, whatever the rank.
         prefix_caching: whether the engine itself shares blocks between requests.
+        windows: tokens of each group's sliding window, None where blocks are kept to the end; fewer entries: as None.
         null_block: id of the block that stands for none.
         token_budget: most tokens in a step; None where nobody said.
         steps_ahead: whether the next step is scheduled while one computes.
@@ -29,6 +30,7 @@ class EngineFacts:
     num_ranks: int
     space: KeySpace
     prefix_caching: bool = True
+    windows: tuple[int | None, ...] = ()
     null_block: int = 0
     token_budget: int | None = None
     steps_ahead: bool = False

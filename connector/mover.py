@@ -29,6 +29,9 @@ from lamella.reference.ordering import parse_order
 from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
 
+NULL_BLOCK: Final = 0
+"""vLLM's own block that stands for none, where a window has left a sequence's blocks behind; nobody's KV lies in it."""
+
 _MIB: Final = 1 << 20
 _GATHER_FACTOR: Final = 2.0
 """A kernel that reads host memory slows the model's products beside it by half and more, so it has to save as much."""
@@ -58,11 +61,6 @@ class RankPlace:
     rank: int
     num_ranks: int
     engine_options: Mapping[str, Any]
-
-    @property
-    def null_block(self) -> int | None:
-        """The block that stands for none, where a sequence has left some behind."""
-        return 0 if len(self.caches.layout.groups) > 1 else None
 
     def options(self) -> dict[str, Any]:
         """Of the transfer engine."""
@@ -192,7 +190,7 @@ class PoolMover:
             order.num_tokens,
             slices=slices,
             skip_tokens=order.skip_tokens,
-            null_block=self._place.null_block,
+            null_block=NULL_BLOCK,
             fence=fence,
             on_drained=lambda: kept and None,  # the event lives as long as the transfer may wait for it
         )

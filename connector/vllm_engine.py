@@ -163,12 +163,20 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         ),
         num_ranks=vllm_config.parallel_config.world_size,
         space=_key_space(vllm_config, block_tokens, settings),
+        windows=tuple(_window_of(group.kv_cache_spec) for group in groups),
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         token_budget=int(vllm_config.scheduler_config.max_num_batched_tokens),
         steps_ahead=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
         refusal=refusal,
         engine=_engine_name(vllm_config),
     )
+
+
+def _window_of(spec: Any) -> int | None:
+    """Tokens behind which vLLM frees blocks; a window that only attention knows of frees none."""
+    if type(spec).__name__ != "SlidingWindowSpec":
+        return None
+    return int(spec.sliding_window) + int(getattr(spec, "extra_retained_tokens", 0))
 
 
 def rank_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettings) -> RankFacts:

@@ -215,7 +215,7 @@ class SchedulerSide:
             held = self._blocks.held(
                 batch.all(), self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
             )
-        flushes = self.stores.conflicts(batch, [self._loads[load.number].blocks for load in self._new_loads])
+        flushes = self.stores.conflicts(batch, self._new_loads)
         loads, self._new_loads = tuple(self._new_loads), []
         cancels, self._cancels = tuple(self._cancels), []
         released, self._released = tuple(self._released), []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from lamella.connector.connector_metrics import Metrics
-from lamella.connector.mover import RankPlace
+from lamella.connector.mover import NULL_BLOCK, RankPlace
 from lamella.connector.step_orders import Ended, FetchOrder, LoadOrder, StoreOrder
 from lamella.connector.worker_stores import WorkerStores
 from lamella.cuda_ext.engine import TransferEngine
@@ -42,9 +42,7 @@ class EngineMover:
         self._mover = RankMover(
             folder,
             RankOfEngine(place.engine, place.space, place.rank, place.num_ranks),
-            RankCaches(
-                caches.layout, caches.engines, place.device, tables=caches.kernel_tables, null_block=place.null_block
-            ),
+            RankCaches(caches.layout, caches.engines, place.device, tables=caches.kernel_tables, null_block=NULL_BLOCK),
             transfer_side=TransferSide(place.settings.transfer_side),
             layers_per_slice=0,
             num_arrival_slots=_ARRIVAL_SLOTS,

@@ -19,12 +19,16 @@ def write_tiny_llama(
     folder: Path,
     *,
     window: int | None = None,
+    everywhere: bool = False,
     layers: int = LAYERS,
     kv_heads: int = KV_HEADS,
     head_dim: int = HEAD_DIM,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """`folder` holds config.json and model.safetensors; with `window`, every other layer slides over so many tokens."""
+    """`folder` holds config.json and model.safetensors.
+
+    With `window`, every other layer slides over so many tokens; `everywhere`: every layer does.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -50,7 +54,8 @@ def write_tiny_llama(
         "vocab_size": VOCABULARY,
     }
     if window is not None:
-        kinds = ["full_attention" if layer % 2 == 0 else "sliding_attention" for layer in range(layers)]
+        slides = [everywhere or layer % 2 == 1 for layer in range(layers)]
+        kinds = ["sliding_attention" if one else "full_attention" for one in slides]
         config |= {"sliding_window": window, "layer_types": kinds}
     (folder / "config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
     weights = {name: tensor.to(dtype) for name, tensor in _weights(layers, kv_heads, head_dim).items()}
