@@ -20,6 +20,9 @@ from lamella.cuda_ext._library import (
 TIMEOUT, STOPPED = 4, 5
 """Statuses of the functions that wait."""
 
+FAULT_ISSUED, FAULT_COMPLETED, FAULT_LOST = 0, 1, 2
+"""`lm_fault`."""
+
 OnDrained = ctypes.CFUNCTYPE(None, c_void_p, c_uint64)
 """`on_drained` of a submission; called on the lane's native thread."""
 

@@ -339,9 +339,12 @@ class TransferEngine:
         """Paced CPU device: lets that many more windows of the direction move."""
         self._call("lm_engine_grant", _DIRECTIONS[direction], windows)
 
-    def plant_fault(self, direction: Direction, window: int, *, on_completion: bool = False) -> None:
-        """For tests: the direction's window of that number, counted from the first, fails."""
-        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, int(on_completion))
+    def plant_fault(
+        self, direction: Direction, window: int, *, on_completion: bool = False, device_lost: bool = False
+    ) -> None:
+        """For tests: the direction's window of that number, counted from the first, fails, or the device at it."""
+        when = abi.FAULT_LOST if device_lost else abi.FAULT_COMPLETED if on_completion else abi.FAULT_ISSUED
+        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, when)
 
     # ---- the end
 

@@ -205,7 +205,8 @@ class CpuChannel final : public Channel {
     changed_.notify_all();
   }
 
-  // Until the fence opens. A stopped transfer or the engine's end gives it up, and then nothing of the transfer moves.
+  // Until the fence opens. A stopped transfer or the engine's end gives it up, and then nothing of the transfer moves:
+  // its marks are reached all the same, but nothing of it has landed.
   void wait_for_fence(Transfer& transfer) {
     if (transfer.fence == nullptr) return;
     {
@@ -216,7 +217,10 @@ class CpuChannel final : public Channel {
       const std::lock_guard<std::mutex> lock(mutex_);
       return abandoned_ || transfer.stopping();
     });
-    transfer.fence_missed.store(!opened);
+    if (!opened) {
+      transfer.fence_missed.store(true);
+      transfer.stop(LM_CANCELLED, "the engine was closed");  // unless a stop is why it was given up
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     fence_ = nullptr;
   }

@@ -119,7 +119,7 @@ struct Window {
   std::int64_t num_bytes = 0;
   std::int32_t slice = 0;
   bool completes_slice = false;
-  bool first = false;  // of its transfer: fences and tables come before it
+  bool first = false;  // of its transfer's that move anything: fences and tables come before it
   std::int32_t method = LM_COPY_STAGED_BATCH;
   std::int32_t slot = -1;     // of the staging ring, -1: none
   std::uint64_t staging = 0;  // the slot's address

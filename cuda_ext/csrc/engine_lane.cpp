@@ -52,7 +52,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) throw Stopped("the engine is closed; create another");
-    if (!lost_reason_.empty()) throw Stopped("the device is lost: " + lost_reason_);
+    if (!lost_reason_.empty()) throw Stopped(lost_reason_);
     inbox_.push_back(std::move(transfer));
     ++status_.live;
   }
@@ -118,9 +118,8 @@ void Lane::take_inbox(std::unique_lock<std::mutex>& lock) {
   const std::string reason = close_reason_;
   lock.unlock();
   for (auto& transfer : arrived) live_.push_back(std::move(transfer));
-  if (closing) {
-    for (const auto& transfer : live_) transfer->stop(LM_CANCELLED, reason);
-  }
+  if (lost_) stop_live(LM_FAILED, lost_reason_);  // what was submitted before that was known
+  if (closing) stop_live(LM_CANCELLED, reason);
   for (const auto& command : commands) {
     bool dropped = false;
     {
@@ -163,13 +162,11 @@ void Lane::run() {
     lock.unlock();
     reap();
     drop_stopped();
-    bool issued = false;
     while (issue_next()) {
-      issued = true;
       const std::lock_guard<std::mutex> guard(mutex_);
       if (!inbox_.empty() || !commands_.empty() || looked_) break;
     }
-    if (issued) drop_stopped();
+    drop_stopped();  // a device that was lost just now wakes nobody
     const std::int64_t now = now_ns();
     const std::int64_t look_ns = in_flight_.empty() ? now + kIdleNs : pace_.next_look_ns(awaited_bytes(), now);
     lock.lock();
@@ -212,11 +209,11 @@ void Lane::reap() {
       if (!window->mark->reached()) break;
       transfer.refresh();
     } catch (const DeviceFailure& failure) {
-      transfer.stop(LM_FAILED, failure.what());
       if (failure.lost) {
         fail_all(failure.what());
         return;
       }
+      transfer.stop(LM_FAILED, failure.what());
     }
     reached = true;
     bytes += window->num_bytes;
@@ -272,7 +269,7 @@ void Lane::fail_all(const std::string& reason) {
   lost_ = true;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    lost_reason_ = reason;
+    lost_reason_ = "the device is lost: " + reason;
   }
   for (const auto& window : in_flight_) {
     --window->transfer->windows_in_flight;
@@ -280,7 +277,11 @@ void Lane::fail_all(const std::string& reason) {
   }
   in_flight_.clear();
   flying_bytes_ = 0;
-  for (const auto& transfer : live_) transfer->stop(LM_FAILED, "the device is lost: " + reason);
+  stop_live(LM_FAILED, lost_reason_);
+}
+
+void Lane::stop_live(lm_state wanted, const std::string& reason) {
+  for (const auto& transfer : live_) transfer->stop(wanted, reason);
 }
 
 std::shared_ptr<Transfer> Lane::most_urgent() const {
@@ -306,7 +307,8 @@ bool Lane::prepare(Transfer& transfer) {
   window->num_bytes = planned.num_bytes;
   window->slice = transfer.slices_issued;
   window->completes_slice = planned.completes_slice >= 0;
-  window->first = transfer.windows_issued == 0;
+  window->first = planned.num_bytes > 0 && !transfer.moves;
+  transfer.moves = transfer.moves || window->first;
   transfer.prepared = std::move(window);
   return true;
 }
@@ -330,7 +332,6 @@ bool Lane::issue_next() {
     if (window->slot < 0) return false;
     window->staging = slots_.address(window->slot);
   }
-  const bool first = window->first;
   if (transfer.method == LM_COPY_AUTO && window->num_bytes > 0) {
     transfer.method = choose_method(copy_job(transfer, *window), transfer.cache->direct, window->staging, options_);
   }
@@ -338,21 +339,19 @@ bool Lane::issue_next() {
   if (!is_staged(window->method)) give_slot(*window);
   if (window->num_bytes > 0) window->copies = copies_of(copy_job(transfer, *window), window->method, window->staging);
   transfer.count_copies(static_cast<std::int64_t>(window->copies.size()));
-  if (first) transfer.start(window->method);
+  if (window->first || !transfer.moves) transfer.start(window->method);
   begun_ = &transfer;
   window->transfer = urgent;
-  bool plant_now = false;
+  std::int32_t fault = -1;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool planted = status_.windows == fault_window_;
-    plant_now = planted && fault_when_ == 0;
-    transfer.planted = transfer.planted || (planted && fault_when_ == 1);
+    if (status_.windows == fault_window_) fault = fault_when_;
+    transfer.planted = transfer.planted || fault == LM_FAULT_COMPLETED;
     ++status_.windows;
     status_.peak_in_flight_bytes = std::max(status_.peak_in_flight_bytes, flying_bytes_ + window->num_bytes);
     status_.last_key = transfer.keys[static_cast<std::size_t>(window->slice)];
   }
   transfer.prepared.reset();
-  ++transfer.windows_issued;
   if (window->completes_slice && transfer.count_address != 0) {
     window->count_address = transfer.count_address;
     window->count_value = count_word(transfer.generation, window->slice + 1);
@@ -362,8 +361,9 @@ bool Lane::issue_next() {
   if (window->alone) pace_.restart(window->issued_ns);
   bool recorded = false;
   try {
+    if (fault == LM_FAULT_LOST) throw DeviceFailure("planted: with the window", true);
     channel_->issue(window);
-    if (plant_now) throw DeviceFailure("planted: the window failed when it was issued", false);
+    if (fault == LM_FAULT_ISSUED) throw DeviceFailure("planted: the window failed when it was issued", false);
     if (transfer.planted) window->mark = std::make_shared<FailingMark>(window->mark);
     recorded = true;
     if (window->completes_slice) {
@@ -373,10 +373,10 @@ bool Lane::issue_next() {
       if (!words.empty()) channel_->write_words(words, 0);
     }
   } catch (const DeviceFailure& failure) {
-    transfer.stop(LM_FAILED, failure.what());
     begun_ = nullptr;
     try {
       if (failure.lost) throw;
+      transfer.stop(LM_FAILED, failure.what());
       window->mark = channel_->mark();  // what was enqueued of it must drain
     } catch (const DeviceFailure& worse) {
       fail_all(worse.what());
@@ -387,8 +387,7 @@ bool Lane::issue_next() {
   ++transfer.windows_in_flight;
   flying_bytes_ += window->num_bytes;
   in_flight_.push_back(window);
-  if (!recorded) return true;
-  if (window->completes_slice) {
+  if (recorded && window->completes_slice) {
     ++transfer.slices_issued;
     begun_ = nullptr;
     transfer.all_issued = transfer.slices_issued == transfer.num_slices();

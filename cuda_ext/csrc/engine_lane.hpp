@@ -77,6 +77,7 @@ class Lane final : public Listener, public SlotWaiter {
   bool prepare(Transfer& transfer);
   static CopyJob copy_job(const Transfer& transfer, const Window& window);
   void fail_all(const std::string& reason);
+  void stop_live(lm_state wanted, const std::string& reason);
 
   const lm_direction direction_;
   Slots& slots_;

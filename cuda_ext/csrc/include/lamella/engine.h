@@ -71,6 +71,13 @@ typedef struct lm_engine_options {
   lm_rates rates;
 } lm_engine_options;
 
+/* Faults that tests plant. */
+typedef enum lm_fault {
+  LM_FAULT_ISSUED = 0,    /* the window fails when it is issued */
+  LM_FAULT_COMPLETED = 1, /* or when it completes */
+  LM_FAULT_LOST = 2       /* the device is lost before the window is issued */
+} lm_fault;
+
 typedef struct lm_submission {
   int32_t cache;     /* from lm_engine_register */
   int32_t direction; /* lm_direction */
@@ -146,8 +153,8 @@ LM_API lm_status lm_engine_lane_status(lm_engine *engine, int32_t direction, lm_
 LM_API lm_status lm_engine_pending_word(lm_engine *engine, int32_t layer, uint64_t *address);
 LM_API lm_status lm_engine_wait_pending(lm_engine *engine, int32_t layer, uint64_t stream);
 
-/* For tests. Paced CPU device: lets `windows` more windows of a lane move. Any device: the lane's window `window`
- * (counted from its first) fails when it is issued (`when` 0) or when it completes (1). */
+/* For tests. Paced CPU device: lets `windows` more windows of a lane move. Any device: at the lane's window `window`
+ * (counted from its first) there is a fault, `when` being an lm_fault. */
 LM_API lm_status lm_engine_grant(lm_engine *engine, int32_t direction, int64_t windows);
 LM_API lm_status lm_engine_plant_fault(lm_engine *engine, int32_t direction, int64_t window, int32_t when);
 
