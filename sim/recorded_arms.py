@@ -79,8 +79,11 @@ def model_of(repeat: RecordedRepeat, inputs: InputsWait = InputsWait.TURN) -> Mo
         return Modelled(RECOMPUTE, 0, full_graphs=full, prefill_graph_tokens=prefills)
     if repeat.arm.startswith("peer_"):
         return "another connector"
-    if repeat.arm.endswith("_beside"):
+    way = repeat.arm.removesuffix(f"_{repeat.graphs}_graphs")
+    if way.endswith("_beside"):
         return "a second process computes on its device"
+    if way.endswith("_thread"):
+        return "a thread in Python begins its loads"
     if repeat.graphs not in GRAPHS:
         return f"graphs of another kind, {repeat.graphs}"
     if repeat.graphs == "both" and not prefills:

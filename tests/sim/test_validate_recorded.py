@@ -40,6 +40,8 @@ def test_the_requests_that_begin_together_do_not_count() -> None:
         ("peer_simple", {}, "another connector"),
         ("fifo_beside", {"order": "fifo", "release": "first"}, "a second process"),
         ("chunk_beside", {"layers_per_slice": 0, "release": "whole"}, "a second process"),
+        ("fifo_beside_both_graphs", {"order": "fifo", "release": "first"}, "a second process"),
+        ("fifo_thread_both_graphs", {"order": "fifo", "release": "first"}, "a thread in Python"),
         ("early_read", {"order": "fifo", "release": "first"}, "does not wait"),
     ],
 )
@@ -47,7 +49,8 @@ def test_an_arm_is_run_as_it_was_set_or_left_out_with_the_reason(
     arm: str, settings: dict[str, Any] | None, found: object
 ) -> None:
     row = repeat_row(cell("x", 1, width=2), "fifo_first", 0, [request_row(9)] * 3)
-    (repeat,) = read_recorded(lines_of({**row, "arm": arm, "settings": settings}), "x").repeats
+    graphs = "both" if arm.endswith("_both_graphs") else "piecewise"
+    (repeat,) = read_recorded(lines_of({**row, "arm": arm, "settings": settings, "graphs": graphs}), "x").repeats
     model = model_of(repeat)
     if isinstance(model, str):
         assert isinstance(found, str)
