@@ -47,11 +47,12 @@ class StepBatch:
         grown: names of those that got blocks, `joined` among them.
     """
 
-    __slots__ = ("_all", "_output", "grown", "joined", "num_tokens")
+    __slots__ = ("_all", "_output", "_places", "grown", "joined", "num_tokens")
 
     def __init__(self, output: Any, joined: list[Scheduled], grown: list[str]) -> None:
         self._output = output
         self._all: list[Scheduled] | None = None
+        self._places: dict[str, int] | None = None
         self.joined = joined
         self.grown = grown
         self.num_tokens: int = output.total_num_scheduled_tokens
@@ -73,11 +74,13 @@ class StepBatch:
         new = self._output.num_scheduled_tokens.get(request)
         if new is None:
             return None
-        for one in self.joined:
-            if one.request == request:
-                return one
         cached = self._output.scheduled_cached_reqs
-        return Scheduled(request, cached.num_computed_tokens[cached.req_ids.index(request)], new)
+        if self._places is None:  # a search for each of many would take the square of their number
+            self._places = dict(zip(cached.req_ids, range(len(cached.req_ids)), strict=True))
+        place = self._places.get(request)
+        if place is None:
+            return next(one for one in self.joined if one.request == request)
+        return Scheduled(request, cached.num_computed_tokens[place], new)
 
     def all(self) -> list[Scheduled]:
         """Every request's part."""
@@ -95,7 +98,11 @@ class StepBatch:
 
 
 class BatchBlocks:
-    """Block tables by request.
+    """Block tables by request, and who holds which of the blocks that are watched.
+
+    Watched are blocks that a load writes, and failed ones until they are computed anew. A load's are its owner's alone
+    when it begins, and whoever holds them later is known from the table that he joins a step with: so no step looks
+    through tables, which hold a thousand blocks each.
 
     Args:
         block_tokens: of each KV cache group.
@@ -104,17 +111,47 @@ class BatchBlocks:
     def __init__(self, block_tokens: Sequence[int]) -> None:
         self._block_tokens = tuple(block_tokens)
         self._tables: dict[str, list[list[int]]] = {}
+        self._watched: set[int] = set()
+        self._watched_in: dict[str, dict[int, int]] = {}  # request -> its watched blocks, and their places
         self._rewritten_tokens: dict[int, int] = {}  # bad block -> its leading tokens that were computed anew
 
     def replace(self, request: str, tables: Sequence[Sequence[int]]) -> None:
         """The request has these tables."""
         self._tables[request] = [list(table) for table in tables]
+        self._watched_in.pop(request, None)
+        if self._watched:
+            self._look(request, 0)
 
     def append(self, request: str, tables: Sequence[Sequence[int]]) -> None:
         """The request got these further blocks."""
         mine = self._tables.setdefault(request, [[] for _ in self._block_tokens])
+        first = len(mine[0])
         for table, more in zip(mine, tables, strict=True):
             table.extend(more)
+        if self._watched:
+            self._look(request, first)
+
+    def _look(self, request: str, first: int) -> None:
+        """The request's blocks from index `first` on are looked through for watched ones."""
+        table = self._tables[request][0]
+        found = {table[index]: index for index in range(first, len(table)) if table[index] in self._watched}
+        if found:
+            self._watched_in.setdefault(request, {}).update(found)
+
+    def watch(self, blocks: Collection[int], owner: str) -> None:
+        """A load writes these blocks of the first group, which its owner alone holds; what they held is nothing."""
+        self.loaded(blocks)
+        self._watched.update(blocks)
+        self._look(owner, 0)
+
+    def unwatch(self, blocks: frozenset[int]) -> None:
+        """A load has landed in these blocks, or they were computed anew."""
+        self._watched.difference_update(blocks)
+        for name, mine in list(self._watched_in.items()):
+            for block in mine.keys() & blocks:
+                del mine[block]
+            if not mine:
+                del self._watched_in[name]
 
     def take_step(self, output: Any) -> StepBatch:
         """The batch of a step that `output` (vLLM's SchedulerOutput) describes; its tables are known from here on."""
@@ -141,6 +178,7 @@ class BatchBlocks:
     def forget(self, request: str) -> None:
         """The request holds nothing any more."""
         self._tables.pop(request, None)
+        self._watched_in.pop(request, None)
 
     def num_tokens(self, request: str) -> int:
         """Tokens that there are blocks for."""
@@ -165,34 +203,41 @@ class BatchBlocks:
             return None
         return tuple(tuple(table[:count]) for table, count in zip(mine, needed, strict=True))
 
-    def held(self, batch: Sequence[Scheduled], watched: Collection[int]) -> frozenset[int]:
-        """Those of `watched` (blocks of the first group) that requests of the batch take for computed.
+    def held(self, batch: StepBatch) -> frozenset[int]:
+        """The watched blocks that requests of the batch take for computed.
 
         A block that went bad, was freed and is being filled anew counts only beyond the tokens computed anew in it.
         """
         size = self._block_tokens[0]
-        wanted = watched if isinstance(watched, frozenset | set) else frozenset(watched)
         found: set[int] = set()
-        for one in batch if wanted else ():
-            table = self._tables.get(one.request, [[]])[0]
-            computed = table[: -(-one.computed // size)]
-            hits = wanted.intersection(computed)  # tables hold a thousand blocks, and this runs in every step
+        for name, mine in self._watched_in.items():
+            one = batch.of(name)
+            if one is None:
+                continue
+            end = -(-one.computed // size)
+            hits = {block for block, index in mine.items() if index < end}
             for block in hits & self._rewritten_tokens.keys():
-                if one.computed - computed.index(block) * size <= self._rewritten_tokens[block]:
-                    hits -= {block}
+                if one.computed - mine[block] * size <= self._rewritten_tokens[block]:
+                    hits.discard(block)
             found |= hits
         return frozenset(found)
 
-    def rewritten(self, batch: Sequence[Scheduled], bad: Collection[int]) -> frozenset[int]:
-        """Those of `bad` that, once this step has run, were wholly computed anew, in one step or several."""
+    def rewritten(self, batch: StepBatch, bad: Collection[int]) -> frozenset[int]:
+        """Those of `bad`, all watched, that with this step are wholly computed anew, by it or by several."""
         size = self._block_tokens[0]
         done: set[int] = set()
-        for one in batch if bad else ():
-            table = self._tables.get(one.request, [[]])[0]
-            for index in range(one.computed // size, min(-(-one.end // size), len(table))):
-                block = table[index]
+        for name, mine in self._watched_in.items():
+            one = batch.of(name)
+            if one is None:
+                continue
+            first, end = one.computed // size, -(-one.end // size)
+            for block, index in mine.items():
                 start = index * size
-                if block in bad and one.computed <= start + self._rewritten_tokens.get(block, 0):
+                if (
+                    first <= index < end
+                    and block in bad
+                    and one.computed <= start + self._rewritten_tokens.get(block, 0)
+                ):
                     there = min(size, one.end - start)
                     self._rewritten_tokens[block] = max(there, self._rewritten_tokens.get(block, 0))
                     if there == size:

@@ -12,13 +12,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.batch_blocks import BatchBlocks
 from lamella.connector.chunk_stores import ChunkStores
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import EngineFacts
+from lamella.connector.load_room import LoadRoom
 from lamella.connector.loads import Kind, OpenLoad, Work, WorkBook, ended_by_itself
 from lamella.connector.objects import Objects, PoolObjects
 from lamella.connector.request_keys import RequestKeys
@@ -31,7 +32,6 @@ from lamella.reference.auto_view import Arm
 from lamella.reference.keys import ChunkKey
 
 _log = logging.getLogger(__name__)
-_GIB: Final = 1 << 30
 
 
 class SchedulerSide:
@@ -58,6 +58,7 @@ class SchedulerSide:
         """What is kept, and where."""
         self.book = WorkBook(facts.num_ranks, rules)
         self.metrics = Metrics()
+        self.room = LoadRoom(settings, facts.token_bytes, self.book, self.metrics)
         self._auto = AutoChoice(settings, facts, self.metrics) if settings.is_auto else None
         self._forecast = self._auto.forecast if self._auto is not None else forecast_if_needed(settings, facts)
         self._keys = RequestKeys(facts.space)
@@ -101,7 +102,7 @@ class SchedulerSide:
         self._requests[name] = request
         if self._facts.refusal or name in self._failed:
             return 0, False
-        if self.book.awaits_report(name):
+        if self.book.awaits_report(name) or self.room.is_refused_again(name, local_hit):
             return None, False
         keys = self._keys.keys(request, request.num_tokens)
         size = self._facts.space.chunk_tokens
@@ -113,10 +114,10 @@ class SchedulerSide:
         if self._rules.whole_blocks:
             unit = math.lcm(*self._facts.block_tokens)
             num_tokens = min(num_tokens, (request.num_tokens - 1) // unit * unit)
-        num_tokens = min(num_tokens, request.num_tokens)
         wanted = max(0, num_tokens - local_hit)
         if not wanted:
             self.objects.let_go(name)
+            self.room.forget(name)
             if self._auto is not None:
                 self._auto.missed(name, local_hit, request.num_tokens)
             return 0, False
@@ -125,8 +126,9 @@ class SchedulerSide:
         arm = None if self._auto is None else self._auto.choose(name, wanted, local_hit, request.num_tokens)
         if arm is Arm.OFF:
             self.objects.let_go(name)
+            self.room.forget(name)
             return 0, False
-        if self._has_no_room(wanted):
+        if self.room.is_refused(name, local_hit, wanted):
             return None, False
         self._local_hits[name] = local_hit
         return wanted, not (self._joins_step if arm is None else arm is Arm.SYNC)
@@ -146,15 +148,6 @@ class SchedulerSide:
         wanted = set(keys)
         if any(not work.released and wanted & set(self._loads[work.number].keys) for work in self.book.open_loads()):
             self.metrics.count("shared_waits")
-            return True
-        return False
-
-    def _has_no_room(self, num_tokens: int) -> bool:
-        """Whether a load must wait until others have ended."""
-        loads = self.book.open_loads()
-        num_bytes = sum(work.num_bytes for work in loads) + num_tokens * self._facts.token_bytes
-        if loads and (len(loads) >= self._settings.max_loads or num_bytes > self._settings.max_load_gib * _GIB):
-            self.metrics.count("bound_waits")
             return True
         return False
 
@@ -188,9 +181,10 @@ class SchedulerSide:
         )
         targets = frozenset(blocks[0][skip // self._facts.block_tokens[0] :]) - {self._facts.null_block}
         self._loads[order.number] = OpenLoad(order, keys, targets)
-        self._blocks.loaded(targets)
+        self._blocks.watch(targets, name)
         self._bad_blocks -= targets
         self._new_loads.append(order)
+        self.room.begun(name)
         self.stores.has_kept(name, end // size)
         self.metrics.count("hit_tokens", num_external)
         self.metrics.count("loads")
@@ -209,12 +203,11 @@ class SchedulerSide:
             self.objects.has_run(one.request)
         rewritten = held = frozenset[int]()
         if self._bad_blocks:
-            rewritten = self._blocks.rewritten(batch.all(), self._bad_blocks)
+            rewritten = self._blocks.rewritten(batch, self._bad_blocks)
             self._bad_blocks -= rewritten
+            self._blocks.unwatch(rewritten)
         if self._bad_blocks or self._loads:
-            held = self._blocks.held(
-                batch.all(), self._bad_blocks.union(*(load.blocks for load in self._loads.values()))
-            )
+            held = self._blocks.held(batch)
         flushes = self.stores.conflicts(batch, self._new_loads)
         loads, self._new_loads = tuple(self._new_loads), []
         cancels, self._cancels = tuple(self._cancels), []
@@ -286,8 +279,9 @@ class SchedulerSide:
                     self.stores.ended(number, ok=self.book.ended_well(work))
             self.objects.take_in(report)
             self._releases_whole |= report.releases_whole
-        for number, load in self._loads.items() if output.invalid_block_ids else ():
-            if not load.blocks.isdisjoint(output.invalid_block_ids):
+        failed = getattr(output, "failed_recving", None) or ()  # with several groups, from 0.27 on
+        for number, load in self._loads.items() if output.invalid_block_ids or failed else ():
+            if load.order.request in failed or not load.blocks.isdisjoint(output.invalid_block_ids):
                 self.book.failed(number)
         if output.finished_recving:
             output.finished_recving = self.book.received(output.finished_recving) or None
@@ -342,12 +336,13 @@ class SchedulerSide:
             self._auto.load_ended(work.number)
         self.objects.load_ended(load.order)
         if self.book.ended_well(work):
+            self._blocks.unwatch(load.blocks)
             return frozenset()
-        if load.cancelled:
+        if load.cancelled and not work.failed:
             self.metrics.count("loads_cancelled")
             return load.blocks  # a worker may have found it failed before it was cancelled
         self.metrics.count("loads_failed")
-        if self._rules.remember_failures:
+        if self._rules.remember_failures and work.request in self._requests:  # vLLM may have ended it for that
             self._failed.add(work.request)
         return load.blocks
 
@@ -370,6 +365,7 @@ class SchedulerSide:
         for book in (self._requests, self._local_hits):
             book.pop(name, None)
         self.objects.forget(name)
+        self.room.forget(name)
         if self._auto is not None:
             self._auto.forget(name)
         return held

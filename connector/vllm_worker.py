@@ -97,6 +97,7 @@ class WorkerSide:
         from lamella.cuda_ext.torch import device_of
 
         self._settings = settings
+        self._rank = facts.rank
         self.tensors = dict(caches)
         """The caches, which outlive every transfer."""
         self.metrics = Metrics()
@@ -315,7 +316,7 @@ class WorkerSide:
         if report.is_empty and nobody_asked:
             self._has_news = False
             return None
-        report.ready_slots = self._told_slots = ready_slots
+        report.ready_slots[self._rank] = self._told_slots = ready_slots
         report.releases_whole = self.loads.hooks_bypassed
         self._report, self._has_news = StepReport(), False
         return report

@@ -78,7 +78,7 @@ class RankStores(WorkerStores):
         """As `WorkerStores.drain`, and the server has been told of each.
 
         Raises:
-            TimeoutError: as `WorkerStores.drain`, or no answer.
+            TimeoutError: no answer.
         """
         until = time.monotonic() + timeout_s
         super().drain(timeout_s)

@@ -74,7 +74,7 @@ def output_of(*batch: tuple[str, list[int], int, int], new: bool = True) -> Any:
 
 def done(side: SchedulerSide, received: set[str] | None = None, bad: set[int] | None = None, **ended: Any) -> Any:
     output = SimpleNamespace(finished_recving=received, finished_sending=None, invalid_block_ids=bad or set())
-    side.step_done(output, StepReport(ready_slots=16, **ended))
+    side.step_done(output, StepReport(**ended))
     return output
 
 
@@ -176,6 +176,23 @@ def test_a_failed_load_is_a_miss_for_its_request_until_it_has_run() -> None:
 
 
 @pytest.mark.known_fault(34)
+@pytest.mark.parametrize("released", [False, True])
+def test_a_load_whose_failure_ended_its_request_counts_as_failed_and_leaves_no_name_behind(released: bool) -> None:
+    """By the policy fail vLLM ends the request before it hands the connector the step's report."""
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    request, load = loading(side, "b", 20, [5, 6, 7, 8, 9])
+    if released:
+        done(side, {"b"})
+    request.status = SimpleNamespace(name="FINISHED_ERROR")  # type: ignore[attr-defined]
+    assert side.request_ended(request)
+    output = done(side, None if released else {"b"}, bad={5, 6, 7, 8}, loads={load.number: Ended(1, False)})
+    assert output.finished_sending == {"b"}
+    assert (side.metrics.total("loads_failed"), side.metrics.total("loads_cancelled")) == (1, 0)
+    assert not side._failed
+    assert not side._requests
+
+
 def test_a_store_ends_before_somebody_writes_into_its_blocks() -> None:
     side = side_of()
     request = Request("a", list(range(16)))
@@ -226,6 +243,18 @@ def test_a_request_that_ends_while_its_store_reads_is_held_and_freed_once() -> N
     assert done(side, stores={store.number: Ended(1, True)}).finished_sending is None
     assert done(side, stores={store.number: Ended(1, True)}).finished_sending == {"a"}
     assert done(side).finished_sending is None
+
+
+def test_slots_are_used_once_every_rank_has_them_whichever_ranks_a_report_is_of() -> None:
+    """Host memory comes up on each rank in its own time, and a rank is in a report if it has something to tell."""
+    side = side_of(num_ranks=2)
+    index = side.objects.index
+    for ready, expected in [({0: 40}, 16), ({1: 24}, 24), ({0: 90}, 24), ({0: 90, 1: 90}, 90), ({}, 90)]:
+        output = SimpleNamespace(finished_recving=None, finished_sending=None, invalid_block_ids=set())
+        side.step_done(output, StepReport(ready_slots=ready))
+        assert index.occupancy().free == expected, ready
+    merged = StepReport(ready_slots={0: 3}).merged(StepReport(ready_slots={1: 2}))
+    assert merged.ready_slots == {0: 3, 1: 2}
 
 
 def test_loads_are_bounded_by_count_and_by_bytes_and_one_may_always_run() -> None:
@@ -322,8 +351,58 @@ def test_a_prompt_that_wants_all_of_it_computed_is_a_miss_and_is_stored(settings
 
 def test_a_freed_bad_block_that_is_filled_anew_is_bad_only_beyond_what_was_computed() -> None:
     blocks = BatchBlocks([BLOCK])
-    blocks.replace("a", [[1, 2]])
-    assert blocks.rewritten([Scheduled("a", 0, 6)], {2}) == frozenset()
-    assert blocks.held([Scheduled("a", 6, 1)], {2}) == frozenset()
-    blocks.replace("b", [[1, 2]])
-    assert blocks.held([Scheduled("b", 8, 1)], {2}) == {2}
+    blocks.replace("load", [[2, 3]])
+    blocks.watch({2, 3}, "load")
+    blocks.forget("load")
+    assert blocks.rewritten(blocks.take_step(output_of(("a", [1, 2], 0, 6))), {2}) == frozenset()
+    assert blocks.held(blocks.take_step(output_of(("a", [], 6, 1), new=False))) == frozenset()
+    assert blocks.held(blocks.take_step(output_of(("b", [1, 2], 8, 1)))) == {2}
+    assert blocks.held(blocks.take_step(output_of(("c", [1], 4, 1)))) == frozenset()
+    assert blocks.held(blocks.take_step(output_of(("c", [3], 8, 1), new=False))) == {3}
+    assert blocks.rewritten(blocks.take_step(output_of(("d", [9, 2], 0, 8))), {2}) == {2}
+    blocks.unwatch(frozenset({2}))
+    assert blocks.held(blocks.take_step(output_of(("b", [], 9, 1), new=False))) == frozenset()
+
+
+def test_what_a_load_in_flight_and_a_failed_block_cost_a_step_does_not_grow_with_those_who_hold_neither() -> None:
+    """Counted in the tables' blocks that a step looks at: there are none, but of requests that join it."""
+    side = side_of()
+    stored(side, "a", 16, [1, 2, 3, 4])
+    loading(side, "b", 20, [5, 6, 7, 8, 9])
+    side._bad_blocks = {99}
+    side._blocks.replace("gone", [[99]])
+    side._blocks.watch({99}, "gone")
+    names = [f"r{number}" for number in range(50)]
+    side.step_orders(output_of(*[(name, list(range(200, 210)), 0, 4) for name in names]))
+    looked = []
+
+    class Table(list[int]):
+        def __getitem__(self, index: Any) -> Any:
+            looked.append(index)
+            return super().__getitem__(index)
+
+    side._blocks._tables = {name: [Table(table) for table in tables] for name, tables in side._blocks._tables.items()}
+    assert side.step_orders(output_of(*[(name, [], 4, 1) for name in names], new=False)).held_blocks == frozenset()
+    assert looked == []
+
+
+def test_a_request_is_found_in_a_large_batch_without_a_search_for_each() -> None:
+    names = [f"r{number}" for number in range(100)]
+    output = output_of(*[(name, [1], 4, 1) for name in names], new=False)
+    asked = []
+
+    class Names(list[str]):
+        def __iter__(self) -> Any:
+            asked.append("all")
+            return super().__iter__()
+
+        def index(self, *arguments: Any) -> int:
+            asked.append("one")
+            return super().index(*arguments)
+
+    blocks = BatchBlocks([BLOCK])
+    output.scheduled_cached_reqs.req_ids = Names(names)
+    batch = blocks.take_step(output)
+    asked.clear()
+    assert [batch.of(name) for name in names] == [Scheduled(name, 4, 1) for name in names]
+    assert asked == ["all"]

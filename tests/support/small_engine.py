@@ -252,7 +252,7 @@ class SmallEngine:
     def _run(self, orders: StepOrders, parts: list[Part]) -> None:
         report: StepReport | None = None
         invalid: set[int] = set()
-        for rank in self.ranks:
+        for number, rank in enumerate(self.ranks):
             rank.loads.begin_step(orders)
             self.judge(rank, parts)
             if orders.num_tokens:
@@ -263,7 +263,7 @@ class SmallEngine:
             invalid |= rank.loads.errors()
             self._reports.update(polled.received)
             stores = {store.number: Ended(1, True) for store in orders.stores}
-            mine = StepReport(loads=polled.ended, stores=stores, ready_slots=64)
+            mine = StepReport(loads=polled.ended, stores=stores, ready_slots={number: 64})
             if not mine.is_empty or orders.wants_report or not self._told:
                 report = mine if report is None else report.merged(mine)
         self._told = True
