@@ -31,6 +31,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "stores_without_room": "Stores that found every slot in use, or what comes before them gone",
     "stores_after_waiting": "Stores, of those without room, whose request found room for them later",
     "tier_puts_failed": "Stores that the file tier did not keep, as on a full disk: the host pool alone has them",
+    "tier_puts_skipped": "Stores not sent to the file tier, because half of the host pool waited for it",
     "auto_chunk_major": "Requests for which auto chose to load whole objects and to wait for all of them",
     "auto_early": "Requests for which auto chose to load slice by slice and to start early",
     "auto_sync": "Requests for which auto chose to join the next step and to wait there, layer by layer",

@@ -134,9 +134,11 @@ class PoolObjects:
         self.index = SlotIndex()
         self.num_slots = 0
         """Slots that the index knows of."""
+        self._ready_slots: dict[int, int] = {}  # by rank
         self._tier: TierPrefetch | None = None
         self._puts: dict[int, _Put] = {}
         self._storing: dict[int, bool] = {}  # stores under way: was the pool reset meanwhile?
+        self._behind = 0  # slots on their way into the file tier
 
     def set_ranks(self, ranks: Sequence[RankObjects], ready_slots: int, take_number: Callable[[], int]) -> None:
         """As `Objects.set_ranks`."""
@@ -195,12 +197,24 @@ class PoolObjects:
             end = (chunks[-1] + 1) * size
             number = take_number()
             self._storing[number] = False
-            orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, own))
+            kept = own if self._may_wait(len(slots)) else ()
+            orders.append(StoreOrder(number, request, slots, chunks[0], blocks, end, chunks[0] * size, kept))
         return Taken(orders)
+
+    def _may_wait(self, num_slots: int) -> bool:
+        """Whether these slots go into the file tier, and stay taken until they are there.
+
+        Engines store faster than disks write: behind one, all of the pool would wait, and nothing new would be kept.
+        """
+        if self._settings.file_tier is None or (self._behind and self._behind + num_slots > self.num_slots // 2):
+            return False
+        self._behind += num_slots
+        return True
 
     def drop(self, order: StoreOrder) -> None:
         """As `Objects.drop`."""
         self._is_over(order)
+        self._behind -= len(order.slots) if order.keys else 0
         self.index.abandon(order.slots)
 
     def _is_over(self, order: StoreOrder) -> bool:
@@ -210,12 +224,11 @@ class PoolObjects:
     def store_ended(self, order: StoreOrder, *, ok: bool) -> None:
         """As `Objects.store_ended`."""
         ok = not self._is_over(order) and ok
-        keeps_files = self._settings.file_tier is not None
-        if not ok and not keeps_files:
+        if not ok and not order.keys:
             self.index.abandon(order.slots)
             return
         self.index.commit(order.slots)
-        if not keeps_files:
+        if not order.keys:
             return
         self.index.pin(order.keys)
         if not ok:  # it can be tried again, while a rank that has its share makes a file of it
@@ -228,6 +241,7 @@ class PoolObjects:
         put = self._puts[number]
         if put.slots is not None and put.ranks == self._facts.num_ranks:
             del self._puts[number]
+            self._behind -= len(put.slots)
             self.index.unpin(put.slots)
 
     def take_orders(self) -> tuple[FetchOrder, ...]:
@@ -236,7 +250,9 @@ class PoolObjects:
 
     def take_in(self, report: StepReport) -> None:
         """As `Objects.take_in`."""
-        self._add_slots(report.ready_slots)
+        self._ready_slots.update(report.ready_slots)
+        if len(self._ready_slots) == self._facts.num_ranks:  # a rank that has told nothing yet may have fewer
+            self._add_slots(min(self._ready_slots.values()))
         for number, end in report.puts.items():
             self._puts.setdefault(number, _Put()).ranks += end.ranks  # maybe before the store has ended everywhere
             self._end_put(number)

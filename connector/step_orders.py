@@ -78,7 +78,8 @@ class StoreOrder:
     """Keep chunks of a request whose KV is complete once this step's forward has run.
 
     Attributes:
-        keys: of the chunks, for a tier behind the host pool; each rank puts its own key space in.
+        keys: of the chunks, for a tier behind the host pool; each rank puts its own key space in. None: no tier is to
+            keep them.
         (others): as `LoadOrder`.
     """
 
@@ -231,8 +232,7 @@ class StepReport:
         loads, stores: by number; a store has ended when its blocks are not read any more.
         puts: stores whose slots a tier does not read any more, by number.
         fetches: by number, one `Ended` an object.
-        ready_slots: slots from 0 on that can be used, on every rank of the report.
-        ranks: of the report.
+        ready_slots: slots from 0 on that can be used, by rank; a rank that has nothing to tell is not in the report.
         observed: what was measured, where it is used.
         releases_whole: a rank of the report releases loads only when all of them has landed.
     """
@@ -241,8 +241,7 @@ class StepReport:
     stores: dict[int, Ended] = field(default_factory=dict)
     puts: dict[int, Ended] = field(default_factory=dict)
     fetches: dict[int, tuple[Ended, ...]] = field(default_factory=dict)
-    ready_slots: int = 0
-    ranks: int = 1
+    ready_slots: dict[int, int] = field(default_factory=dict)
     observed: Observed = Observed()
     releases_whole: bool = False
 
@@ -253,8 +252,7 @@ class StepReport:
             _merged(self.stores, other.stores),
             _merged(self.puts, other.puts),
             dict(self.fetches),
-            min(self.ready_slots, other.ready_slots),
-            self.ranks + other.ranks,
+            {**self.ready_slots, **other.ready_slots},
             self.observed.merged(other.observed),
             self.releases_whole or other.releases_whole,
         )

@@ -152,6 +152,9 @@ class TierPrefetch:
             except TierError as error:
                 _log.warning("%s", error)
                 return 0
+            except Exception:  # a tier's own fault must not take the engine down
+                _log.exception("%s failed", tier.name)
+                return 0
             found = there.index(False) if False in there else found
         return found
 

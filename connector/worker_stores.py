@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from dataclasses import dataclass, field
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.step_orders import Ended, FetchOrder, StoreOrder
 from lamella.connector.storage.file_tier import FileTier
-from lamella.connector.storage.tier import TierError
 from lamella.connector.tier_prefetch import rank_key
 from lamella.cuda_ext._engine_library import TransferStopped
 from lamella.cuda_ext.slots import SlotMemory
@@ -126,16 +126,27 @@ class WorkerStores:
         store.next_layer = parts[-1].end_layer
 
     def flush(self, numbers: Sequence[int], timeout_s: float) -> None:
-        """These stores do not read their blocks any more.
+        """What these stores keep was read before their blocks are written again.
 
-        Raises:
-            TimeoutError: one of them still may after so many seconds.
+        One that has not ended within so many seconds, in all, is given up: it may read what is written from here on.
         """
+        until = time.monotonic() + timeout_s
         for number in numbers:
             store = self._open.get(number)
             for part in store.parts if store is not None else ():
                 self._metrics.count("flush_waits", not part.state.is_final)
-                part.wait_final(timeout_s)
+                try:
+                    part.wait_final(max(0.0, until - time.monotonic()))
+                except TimeoutError:
+                    self._give_up(number, f"it has not ended within {timeout_s:g} s, and its blocks are written again")
+                    break
+
+    def _give_up(self, number: int, why: str) -> None:
+        store = self._open[number]
+        _log.error("store %d of request %s is given up: %s", number, store.order.request, why)
+        store.dropped = True
+        for part in store.parts:
+            part.cancel()
 
     def poll(self) -> tuple[dict[int, Ended], dict[int, Ended], dict[int, tuple[Ended, ...]]]:
         """Stores, puts and fetches that have ended since the last look."""
@@ -149,7 +160,9 @@ class WorkerStores:
             stores[number] = Ended(1, ok)
             if ok and self._memory is not None:
                 self._metrics.count("stored_bytes", len(store.order.slots) * self._memory.shape.object_bytes)
-            if self._tier is not None:
+            if self._tier is not None and not store.order.keys:
+                self._metrics.count("tier_puts_skipped")
+            elif self._tier is not None:
                 self._puts[number] = self._threads.submit(self._put, store.order) if ok else _no_put()
         puts = {number: Ended(1, put.result()) for number, put in self._puts.items() if put.done()}
         for number in puts:
@@ -174,7 +187,7 @@ class WorkerStores:
         for slot, key in zip(order.slots, order.keys, strict=True):
             try:
                 self._tier.put(rank_key(key, self._space), self._memory.buffer(slot))
-            except (TierError, OSError) as error:
+            except Exception as error:  # a tier's own fault must not take the engine down
                 self._not_kept(error)
                 return False
         self._kept()
@@ -205,8 +218,8 @@ class WorkerStores:
         try:
             key = rank_key(fetch.keys[index], self._space)
             self._tier.get_ranges(key, [ByteRange(0, buffer.nbytes)], [buffer])
-        except (KeyError, TierError, OSError) as error:
-            _log.warning("the file tier did not give an object: %s", error)
+        except Exception as error:  # a tier's own fault must not take the engine down
+            _log.warning("the file tier did not give an object: %r", error)
             return False
         return True
 
@@ -226,10 +239,9 @@ class WorkerStores:
         return len(self._open) + len(self._puts) + len(self._fetches)
 
     def drain(self, timeout_s: float) -> None:
-        """Stores that have begun have ended, and those that ended well are on their way into the tier.
+        """Stores that have begun have ended, or have been given up after so many seconds (`flush`).
 
-        Raises:
-            TimeoutError: one has not within so many seconds.
+        Those that ended well are on their way into the tier.
         """
         self.flush(tuple(self._open), timeout_s)
         self.poll()

@@ -322,6 +322,30 @@ def test_a_store_that_was_dropped_is_tried_again_beside_a_tier_too(tmp_path: Pat
     side.close()
 
 
+def test_a_disk_that_is_slower_than_the_engine_takes_half_of_the_pool_and_no_more(tmp_path: Path) -> None:
+    """Slots are taken until their files are there: behind a slow disk all would be, and nothing new could be kept."""
+    tmp_path.chmod(0o700)
+    side = side_of(file_tier=tmp_path)
+    index = side.objects.index
+    keeps, slots = [], []
+    for number in range(12):
+        name, blocks = f"r{number}", [1, 2, 3, 4]
+        request = Request(name, [number] * 16)
+        while side.matched_tokens(request, 0)[0] is None:
+            threading.Event().wait(0.001)
+        side.allocated(request, (blocks,), 0)
+        (store,) = side.step_orders(output_of((name, blocks, 0, 16))).stores
+        done(side, stores={store.number: Ended(1, True)})
+        side.request_ended(request)
+        keeps.append(bool(store.keys))
+        slots.append(store)
+    assert keeps == [True] * 4 + [False] * 8  # of 16 slots, two each
+    assert index.occupancy().pins == 8
+    done(side, puts={store.number: Ended(1, True) for store in slots if store.keys})
+    assert (index.occupancy().pins, side.objects.num_open, side.objects._behind) == (0, 0, 0)
+    side.close()
+
+
 def test_whatever_a_tenant_or_an_adapter_is_called_it_has_keys_of_its_own() -> None:
     """Half of a surrogate pair comes out of a JSON escape or a path, and has no bytes in UTF-8."""
     side, keys = side_of(), set()

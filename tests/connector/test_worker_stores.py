@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 
 from lamella.connector.connector_metrics import Metrics
-from lamella.connector.step_orders import Ended, StoreOrder
+from lamella.connector.step_orders import Ended, FetchOrder, StoreOrder
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.tier import TierError
-from lamella.connector.tier_prefetch import rank_key
+from lamella.connector.tier_prefetch import RankObjects, TierPrefetch, rank_key
 from lamella.connector.worker_stores import WorkerStores
+from lamella.cuda_ext.slot_index import SlotIndex
 from lamella.cuda_ext.transfer import TransferState
 from lamella.reference.keys import ChunkKey
 from lamella.reference.slices import Slice, plan_slices
@@ -114,3 +115,76 @@ def test_a_full_disk_is_said_once_and_counted_and_so_is_that_it_has_room_again(
     assert not store(5)
     assert len(caplog.messages) == 3
     stores.close()
+
+
+@pytest.mark.parametrize("state", [TransferState.LANDED, TransferState.CANCELLED])
+def test_a_store_that_does_not_end_costs_itself_and_not_the_engine_when_its_blocks_are_written_again(
+    state: TransferState, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may have read what came into its blocks, whatever becomes of the copy; its slots stay its own until then."""
+    copy = SimpleNamespace(state=TransferState.RUNNING, cancelled=False)
+    waited: list[float] = []
+
+    def wait_final(timeout_s: float) -> Any:
+        waited.append(timeout_s)
+        raise TimeoutError("the device is stuck")
+
+    copy.wait_final, copy.cancel = wait_final, lambda: setattr(copy, "cancelled", True)
+    stores = WorkerStores(lambda order, slices: copy, plan_slices(4, 1), False, None, SPACE, None, 1, Metrics())
+    stores.begin_step([ORDER, replace(ORDER, number=8)], ())
+    stores.step_computed(lambda blocks: False)
+    stores.flush([7, 8], 0.5)
+    assert copy.cancelled
+    assert waited[0] <= 0.5
+    assert sum(waited) <= 1.0, "the bound is of all of them"
+    assert "store 7 of request r is given up" in caplog.text
+    assert stores.poll()[0] == {}
+    copy.state = state
+    assert stores.poll()[0] == {7: Ended(1, False), 8: Ended(1, False)}
+    stores.close()
+
+
+def test_what_no_tier_is_to_keep_goes_into_none_and_is_counted(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    stores = stores_into(FileTier(tmp_path, SIZE), TransferState.LANDED)
+    stores.begin_step([replace(ORDER, keys=())], [])
+    stores.step_computed(lambda tables: False)
+    assert stores.poll() == ({7: Ended(1, True)}, {}, {})
+    assert stores.num_open == 0
+    assert stores._metrics.take()["tier_puts_skipped"] == 1
+    stores.close()
+
+
+class Broken(FileTier):
+    """It fails as no tier may."""
+
+    def put(self, key: ChunkKey, data: memoryview) -> None:
+        raise AttributeError("a slip")
+
+    def get_ranges(self, *arguments: Any) -> None:
+        raise AttributeError("a slip")
+
+    def exists(self, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
+        raise AttributeError("a slip")
+
+
+def test_a_tiers_own_fault_is_a_miss_and_no_end_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path.chmod(0o700)
+    stores = stores_into(Broken(tmp_path, SIZE), TransferState.LANDED)
+    stores.begin_step([ORDER], [FetchOrder(9, (0,), (KEY,))])
+    stores.step_computed(lambda tables: False)
+    found: list[Any] = []
+
+    def have_ended() -> bool:
+        _stores, puts, fetches = stores.poll()
+        found.extend([*puts.items(), *fetches.items()])
+        return len(found) == 2
+
+    wait_until(have_ended, "the put and the fetch have ended")
+    assert sorted(found) == [(7, Ended(1, False)), (9, (Ended(1, False),))]
+    stores.close()
+    monkeypatch.setattr("lamella.connector.tier_prefetch.FileTier", Broken)
+    prefetch = TierPrefetch(tmp_path, SlotIndex(), [RankObjects(SPACE, SIZE)], iter(range(9)).__next__, 5.0)
+    wait_until(lambda: prefetch.settle("r", [KEY]), "the lookup has ended")
+    assert prefetch.num_open == 0
+    prefetch.close()
