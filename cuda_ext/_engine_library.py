@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import struct
 from ctypes import POINTER, Structure, c_char, c_char_p, c_double, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from typing import Any
@@ -17,6 +18,7 @@ from lamella.cuda_ext._library import (
     open_library,
 )
 
+_REAPER_WAKES_NS = 3_600_000_000_000
 TIMEOUT, STOPPED = 4, 5
 """Statuses of the functions that wait."""
 
@@ -183,6 +185,52 @@ def engine_library(name: str) -> ctypes.CDLL:
         LibraryMissingError: it was not built here or cannot be loaded.
     """
     return open_library(find_library(name), name, SIGNATURES)
+
+
+class NativeEngine:
+    """An engine's handle: given back when nobody holds this object any more, so that no call can come after.
+
+    Raises:
+        ValueError, MemoryError, RuntimeError: as `_library.check`.
+    """
+
+    def __init__(self, library: ctypes.CDLL, options: EngineOptionsStruct) -> None:
+        self._library = library
+        self._process = os.getpid()
+        self._handle = c_void_p()
+        check_engine(library, library.lm_engine_create(options, ctypes.byref(self._handle)))
+
+    @property
+    def is_of_this_process(self) -> bool:
+        """Whether its threads are here; a forked child has a copy without them."""
+        return os.getpid() == self._process
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """One of `SIGNATURES`, of this engine.
+
+        Raises:
+            RuntimeError: in a forked child, which would wait for threads that it has not.
+            TimeoutError, TransferStopped, ValueError, MemoryError: as `check_engine`.
+        """
+        if not self.is_of_this_process:
+            raise RuntimeError(f"this engine is of process {self._process}, which forked this one: create another here")
+        check_engine(self._library, getattr(self._library, function)(self._handle, *arguments))
+
+    def next_drained(self) -> int | None:
+        """The token of a transfer that has drained and was not reported before; None: closed, and all were."""
+        token = c_uint64()
+        while True:
+            try:
+                self.call("lm_engine_next_drained", _REAPER_WAKES_NS, ctypes.byref(token))
+            except TimeoutError:
+                continue
+            except TransferStopped:
+                return None
+            return token.value
+
+    def __del__(self) -> None:
+        if self._handle and self.is_of_this_process:
+            self._library.lm_engine_destroy(self._handle)
 
 
 def check_engine(library: ctypes.CDLL, status: int) -> None:

@@ -9,6 +9,7 @@ Each direction has a lane of its own; both share one device. A call returns once
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 import time
 from array import array
@@ -49,7 +50,7 @@ with 32 MiB at most 0.64 ms, the transfer at 1.025 of a raw copy as before; with
 """
 
 _DIRECTIONS = {Direction.RETRIEVE: 0, Direction.STORE: 1}
-_REAPER_WAKES_NS = 3_600_000_000_000
+_log = logging.getLogger(__name__)
 
 
 class LaneStatus(NamedTuple):
@@ -136,16 +137,17 @@ class TransferEngine:
         self._order = order or Fifo()
         self._deadline_ns = deadline_ns(deadline_s)
         self._library = abi.engine_library("lamella_cuda" if options.device else "lamella_cpu")
-        handle = ctypes.c_void_p()
-        abi.check_engine(self._library, self._library.lm_engine_create(options, ctypes.byref(handle)))
-        self._handle = handle
+        self._native: abi.NativeEngine | None = abi.NativeEngine(self._library, options)
         self._lock = threading.Lock()
         self._sequence = {Direction.RETRIEVE: 0, Direction.STORE: 0}
         self._tokens = 0
         self._held: dict[int, Callable[[], object] | None] = {}
-        self._closed = False
-        self._reaper = threading.Thread(target=self._reap, name="lamella-reaper", daemon=True)
-        self._reaper.start()
+        self._reaper = threading.Thread(target=self._reap, args=(self._native,), name="lamella-reaper", daemon=True)
+        try:
+            self._reaper.start()
+        except RuntimeError:  # no thread is left: what the native engine took is given back
+            del self._native, self._reaper
+            raise
 
     # ---- set-up
 
@@ -230,7 +232,7 @@ class TransferEngine:
             fence: what must come before the first access to the blocks (XFER-3).
             deadline_s: instead of the engine's; the transfer fails if it has not landed by then.
             on_drained: called once, from the engine's reaper thread, when nothing of the transfer is in flight any
-                more, however it ended: the place to unpin its objects (XFER-2). Must not raise.
+                more, however it ended: the place to unpin its objects (XFER-2). What it raises is logged.
             board: address of a 64-bit word that receives generation << 32 | slices recorded, published last.
             generation: of that word (event carrier); 0: the engine counts.
 
@@ -286,13 +288,14 @@ class TransferEngine:
                 0,
                 0,
             )
-            self._held[self._tokens] = on_drained
+            token = self._tokens
+            self._tokens += 1
+            self._held[token] = on_drained
             try:
                 self._call("lm_engine_submit", submission, ctypes.byref(handle), ctypes.byref(queued))
-            except BaseException:
-                del self._held[self._tokens]
+            except Exception:  # a KeyboardInterrupt may come when it is queued already
+                del self._held[token]
                 raise
-            self._tokens += 1
             self._sequence[direction] += 1
         return Transfer(self._library, handle, plan.slices, queued)
 
@@ -348,20 +351,15 @@ class TransferEngine:
 
     # ---- the end
 
-    def _reap(self) -> None:
-        token = c_uint64()
-        while True:
-            try:
-                status = self._library.lm_engine_next_drained(self._handle, _REAPER_WAKES_NS, ctypes.byref(token))
-                abi.check_engine(self._library, status)
-            except TimeoutError:
-                continue
-            except abi.TransferStopped:
-                return
+    def _reap(self, native: abi.NativeEngine) -> None:
+        while (token := native.next_drained()) is not None:
             with self._lock:  # a submission enters its token before it lets go of the lock
-                on_drained = self._held.pop(token.value)
+                on_drained = self._held.pop(token)
             if on_drained is not None:
-                on_drained()
+                try:
+                    on_drained()
+                except Exception:
+                    _log.exception("what was to be done once a transfer had drained failed; the next ones go on")
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Transfers in flight were cancelled and have drained, their `on_drained` was called, and the threads ended.
@@ -372,15 +370,17 @@ class TransferEngine:
                 memory stays taken, because copies may still use it.
         """
         bound_ns = timeout_ns(timeout_s)  # first: the threads end only by a close that was begun
+        native = self._native
+        if native is None or not native.is_of_this_process:
+            return  # closed, or in a forked child, which has none of its threads
         with self._lock:
-            if self._closed:
+            if self._native is None:
                 return
-            self._closed = True
+            self._native = None  # no further calls; those under way hold it
         try:
-            abi.check_engine(self._library, self._library.lm_engine_close(self._handle, bound_ns))
+            native.call("lm_engine_close", bound_ns)
         finally:
             self._reaper.join()
-            self._library.lm_engine_destroy(self._handle)
 
     def __enter__(self) -> Self:
         return self
@@ -389,6 +389,7 @@ class TransferEngine:
         self.close()
 
     def _call(self, function: str, *arguments: Any) -> None:
-        if self._closed:
+        native = self._native
+        if native is None:
             raise abi.TransferStopped("the engine is closed; create another")
-        abi.check_engine(self._library, getattr(self._library, function)(self._handle, *arguments))
+        native.call(function, *arguments)
