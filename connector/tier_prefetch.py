@@ -3,7 +3,7 @@
     asked ──lookup thread──► found ──fetch ordered──► in the pool, or not: either way the request goes on
 
 Nobody waits on a file system here: a lookup runs on a thread, a fetch in the workers, and the engine asks again later.
-Both are bounded; what does not answer in time is a miss.
+Both are bounded; what does not answer in time is a miss, and so is all that is asked until it has answered.
 """
 
 from __future__ import annotations
@@ -81,6 +81,7 @@ class TierPrefetch:
         self._asked: dict[str, _Asked] = {}
         self._fetches: dict[int, _Fetch] = {}
         self._orders: list[FetchOrder] = []
+        self._late: Future[int] | None = None  # a lookup that was not answered in time
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lamella-lookup")
 
     def settle(self, request: str, keys: Sequence[ChunkKey], after: ChunkKey | None = None) -> bool:
@@ -95,24 +96,30 @@ class TierPrefetch:
         """
         asked = self._asked.get(request)
         if asked is None:
+            if self._late is not None and not self._late.done():
+                return True
             asked = _Asked(self._thread.submit(self._leading, tuple(keys)), self._clock_ns())
             self._asked[request] = asked
         if asked.done:
             return True
         if asked.fetch is not None:
             asked.done = asked.fetch not in self._fetches
-        elif asked.lookup.done():
+        elif asked.lookup.done():  # it was not cancelled: then the request has settled, or is forgotten
             asked.done = not self._begin(asked, keys, after)
         if not asked.done and self._clock_ns() - asked.since_ns > self._timeout_ns:
             _log.warning(
                 "the file tier did not answer within %.1f s; request %s goes on", self._timeout_ns / 1e9, request
             )
             asked.done = True
+            if not asked.lookup.done() and not asked.lookup.cancel():
+                self._late = asked.lookup
         return asked.done
 
     def forget(self, request: str) -> None:
         """The request is gone, or has run: if it asks again, it asks anew. A fetch in flight goes on."""
-        self._asked.pop(request, None)
+        asked = self._asked.pop(request, None)
+        if asked is not None:
+            asked.lookup.cancel()  # or a folder that hangs has a queue of them that nobody waits for
 
     def take_orders(self) -> tuple[FetchOrder, ...]:
         """Fetches to begin, each once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def prefetch_of(folder: Path, slots: int = 8, clock_ns: Callable[[], int] = lamb
 
 def until_settled(prefetch: TierPrefetch, name: str, keys: list[ChunkKey]) -> bool:
     """Asks until the lookup has ended: then it has settled, or a fetch is ordered."""
-    while not prefetch._asked or not prefetch._asked[name].lookup.done():
+    while name not in prefetch._asked or not prefetch._asked[name].lookup.done():
         prefetch.settle(name, keys)
         threading.Event().wait(0.001)
     return prefetch.settle(name, keys)
@@ -119,3 +119,41 @@ def test_a_pool_too_small_for_a_fetch_fetches_nothing(folder: Path) -> None:
     prefetch = prefetch_of(folder, slots=2)
     assert until_settled(prefetch, "a", KEYS)
     assert prefetch._index.occupancy().free == 2
+
+
+def test_a_folder_that_hangs_is_a_miss_at_once_for_all_that_come_later_and_keeps_no_queue(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every request waited for the bound, and its lookup was kept for good."""
+    keep(folder, KEYS)
+    answers, begun = threading.Event(), threading.Event()
+    exists = FileTier.exists
+
+    def hangs(tier: FileTier, keys: Sequence[ChunkKey]) -> tuple[bool, ...]:
+        begun.set()
+        assert answers.wait(60)
+        return exists(tier, keys)
+
+    monkeypatch.setattr(FileTier, "exists", hangs)
+    now = [0]
+    prefetch = prefetch_of(folder, clock_ns=lambda: now[0])
+    assert not prefetch.settle("first", KEYS)
+    assert begun.wait(60)
+    assert not prefetch.settle("second", KEYS)
+    assert not prefetch.settle("aborted", KEYS)
+    prefetch.forget("aborted")
+    now[0] = 2_000_000_000
+    assert prefetch.settle("second", KEYS), "it stood behind the first"
+    assert prefetch.settle("first", KEYS)
+    for number in range(100):
+        assert prefetch.settle(f"r{number}", KEYS)
+        prefetch.forget(f"r{number}")
+    assert set(prefetch._asked) == {"first", "second"}
+    waiting = [prefetch._thread._work_queue.get() for _ in range(prefetch._thread._work_queue.qsize())]
+    assert all(item.future.cancelled() for item in waiting)
+    assert len(waiting) == 2
+    answers.set()
+    while not prefetch._asked["first"].lookup.done():
+        threading.Event().wait(0.001)
+    assert not until_settled(prefetch, "later", KEYS), "it answers again"
+    prefetch.close()
