@@ -229,7 +229,7 @@ class NativeEngine:
             return token.value
 
     def __del__(self) -> None:
-        if self._handle and self.is_of_this_process:
+        if self._handle.value and self.is_of_this_process:
             self._library.lm_engine_destroy(self._handle)
 
 
