@@ -122,9 +122,12 @@ class CudaChannel final : public Channel {
       copy(window);
     } else if (staged && retrieve) {
       copy(window);  // staging may fill before the fence; blocks are touched behind it (XFER-3)
+      const auto left = std::make_shared<CudaPoint>(std::make_shared<Event>(marks_));
+      LM_REQUIRE(cudaEventRecord(left->event(), copy_));
       if (window.first) prepare_kernels(transfer);
-      join(copy_, kernel_);
+      LM_REQUIRE(cudaStreamWaitEvent(kernel_, left->event(), 0));
       scatter(window);
+      window.left = left;
     } else {
       if (window.first) prepare_kernels(transfer);
       staged ? scatter(window) : gather(window);

@@ -60,7 +60,7 @@ typedef struct lm_engine_options {
   int32_t num_layers;      /* most layers of a stage that will be registered */
   int64_t staging_bytes;   /* of the ring that both lanes share; at least 4 windows */
   int64_t window_bytes;    /* of one window */
-  int64_t in_flight_bytes; /* bound at the device, a lane */
+  int64_t in_flight_bytes; /* bound on the wire, a lane; what has left it and waits for a kernel the ring bounds */
   int64_t turn_bytes;      /* copied until copies of others may come in between; 0: they wait for the lane's end */
   int32_t batch_entries;   /* most entries of one batched copy */
   int32_t kernel_ctas;     /* thread blocks of one scatter */
@@ -121,7 +121,7 @@ typedef struct lm_progress {
 typedef struct lm_lane_status {
   int64_t thread_cpu_ns; /* processor time of the lane's thread */
   int64_t windows;
-  int64_t in_flight_bytes;
+  int64_t in_flight_bytes; /* on the wire */
   int64_t peak_in_flight_bytes;
   int64_t last_key; /* of the slice begun last */
   int64_t live;     /* transfers not yet final */
