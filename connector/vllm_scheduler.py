@@ -205,7 +205,7 @@ class SchedulerSide:
         if self._bad_blocks:
             rewritten = self._blocks.rewritten(batch, self._bad_blocks)
             self._bad_blocks -= rewritten
-            self._blocks.unwatch(rewritten)
+            self._hold_what_they_should(rewritten)
         if self._bad_blocks or self._loads:
             held = self._blocks.held(batch)
         flushes = self.stores.conflicts(batch, self._new_loads)
@@ -336,7 +336,7 @@ class SchedulerSide:
             self._auto.load_ended(work.number)
         self.objects.load_ended(load.order)
         if self.book.ended_well(work):
-            self._blocks.unwatch(load.blocks)
+            self._hold_what_they_should(load.blocks)
             return frozenset()
         if load.cancelled and not work.failed:
             self.metrics.count("loads_cancelled")
@@ -345,6 +345,10 @@ class SchedulerSide:
         if self._rules.remember_failures and work.request in self._requests:  # vLLM may have ended it for that
             self._failed.add(work.request)
         return load.blocks
+
+    def _hold_what_they_should(self, blocks: frozenset[int]) -> None:
+        """A load has landed in these blocks, or they were computed anew; by now another load may write some of them."""
+        self._blocks.unwatch(blocks.difference(self._bad_blocks, *(load.blocks for load in self._loads.values())))
 
     # ---- a request ends
 

@@ -388,6 +388,32 @@ def test_a_freed_bad_block_that_is_filled_anew_is_bad_only_beyond_what_was_compu
     assert blocks.held(blocks.take_step(output_of(("b", [], 9, 1), new=False))) == frozenset()
 
 
+def test_a_load_into_blocks_of_a_preempted_one_is_waited_for_when_that_has_ended() -> None:
+    """Steps are made ahead: a request is preempted, and its blocks are another's, before its load has been heard of."""
+    side = side_of(use_layerwise=True)
+    stored(side, "a", 24, [1, 2, 3, 4, 10, 11])
+    first, second = Request("b", list(range(17))), Request("c", list(range(17)))
+    second.cache_salt = "c"  # type: ignore[assignment]
+    other = Request("d", list(range(17)))
+    other.cache_salt = "c"  # type: ignore[assignment]
+    side.matched_tokens(other, 0)
+    side.allocated(other, ([20, 21, 22, 23, 24],), 0)
+    (store,) = side.step_orders(output_of(("d", [20, 21, 22, 23, 24], 0, 17))).stores
+    done(side, stores={store.number: Ended(1, True)})
+    side.request_ended(other)
+    for request, blocks in ((first, [5, 6, 7, 8, 9]), (second, [7, 6, 5, 8, 9])):
+        wanted, parked = side.matched_tokens(request, 0)
+        assert (wanted, parked) == (16, False)
+        side.allocated(request, (blocks,), wanted or 0)
+        orders = side.step_orders(output_of((request.request_id, blocks, 16, 1)))
+        assert orders.held_blocks == {5, 6, 7, 8}
+    done(side, loads={orders.loads[0].number - 1: Ended(1, True)})
+    assert side.step_orders(output_of(("c", [], 17, 1), new=False)).held_blocks == {5, 6, 7, 8}
+    done(side, loads={orders.loads[0].number: Ended(1, True)})
+    assert side.step_orders(output_of(("c", [], 18, 1), new=False)).held_blocks == frozenset()
+    assert not side._blocks._watched
+
+
 def test_what_a_load_in_flight_and_a_failed_block_cost_a_step_does_not_grow_with_those_who_hold_neither() -> None:
     """Counted in the tables' blocks that a step looks at: there are none, but of requests that join it."""
     side = side_of()
