@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from lamella.cli._outputs import check_writable, whole_file, write_text
 from lamella.reference.profile import DeviceProfile
@@ -107,11 +106,6 @@ def write_results(folder: Path, documents: Mapping[str, Any], pictures: Mapping[
             break
         written.append(folder / name)
     typer.echo(f"Written: {', '.join(map(str, written))}")
-
-
-def wide_console() -> Console:
-    """Where tables go: stdout, not narrower than they are when it is a file or a pipe."""
-    return Console(width=max(200, Console().width))
 
 
 def milliseconds(nanoseconds: float) -> str:

@@ -18,21 +18,41 @@ QUIET_S: Final = 5.0
 
 
 @contextmanager
-def progress_bar(what: str, total: int, every: int = 1) -> Iterator[Callable[[int], None]]:
-    """A bar that moves by as much as the yielded function is told, redrawn at every `every`-th."""
-    with _bar(_stderr()) as progress:
-        task = progress.add_task(what, total=total)
-        done = shown = 0
+def progress_bar(
+    what: str, total: int, clock_s: Callable[[], float] = time.monotonic
+) -> Iterator[Callable[[int], None]]:
+    """The yielded function is told how many more are done.
 
-        def advance(by: int) -> None:
-            nonlocal done, shown
-            done += by
-            if done - shown >= every:
-                shown = done
+    On a terminal a bar moves; elsewhere there is a line after `QUIET_S` and whenever it has taken twice as long.
+
+    Args:
+        what: is being done.
+        total: how many there are.
+        clock_s: a monotonic clock.
+    """
+    console = _stderr()
+    done = 0
+    if console.is_terminal:
+        with _bar(console) as progress:
+            task = progress.add_task(what, total=total)
+
+            def advance(by: int) -> None:
+                nonlocal done
+                done += by
                 progress.update(task, completed=done)
 
-        yield advance
-        progress.update(task, completed=done)
+            yield advance
+        return
+    begun_s, next_s = clock_s(), QUIET_S
+
+    def say(by: int) -> None:
+        nonlocal done, next_s
+        done += by
+        if done < total and (elapsed_s := clock_s() - begun_s) >= next_s:
+            next_s = 2 * elapsed_s
+            typer.echo(f"{what}: {done} of {total} done after {elapsed_s:.0f} s", err=True)
+
+    yield say
 
 
 @contextmanager

@@ -11,6 +11,7 @@ import typer
 
 from lamella.cli._durations import parse_time_ns
 from lamella.cli._model import milliseconds, open_device
+from lamella.cli._tables import NOTHING
 from lamella.sim.alone import alone
 from lamella.sim.bounds import MOST_TOKENS, check_range
 from lamella.sim.hardware import FULL_SPEED, Hardware, Ratio, Sharing, Tier
@@ -217,7 +218,7 @@ def within_slo(slo: Slo, goodput_per_s: float, share: float) -> tuple[str, str]:
     >>> within_slo(Slo(ttft_ns=10**9), 4.85, 0.5), within_slo(Slo(), 4.85, 1.0)
     (('4.8', '50%'), ('-', '-'))
     """
-    return ("-", "-") if slo == Slo() else (f"{goodput_per_s:.1f}", f"{share:.0%}")
+    return (NOTHING, NOTHING) if slo == Slo() else (f"{goodput_per_s:.1f}", f"{share:.0%}")
 
 
 def open_derived_device(

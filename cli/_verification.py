@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from lamella.cli._verification_case import Width, memory_needed
 from lamella.cuda_ext.executors import NumpyExecutor, choose_executor
@@ -15,6 +15,11 @@ from lamella.reference.plan import Direction
 from lamella.reference.shrink import minimal
 
 _SHRINK_TRIALS = 300
+_LAWS: Final[tuple[tuple[str, Callable[[TransferCase, Move], object]], ...]] = (
+    ("store, then retrieve: the identity", check_round_trip),
+    ("slices are reported in order, as they land", check_landing),
+)
+"""Laws besides the oracle's bytes, of runners that take a plan on host memory."""
 
 
 class Row(NamedTuple):
@@ -63,6 +68,11 @@ def _on_host(named: NamedMove) -> Runner:
     return Runner(named.name, lambda trial: trial.run(named.move), named.move)
 
 
+def count_rows(runners: Sequence[Runner]) -> int:
+    """How many rows `verify` gives where nothing is broken."""
+    return len(Direction) * len(runners) + len(_LAWS) * sum(runner.move is not None for runner in runners)
+
+
 def verify(case: TransferCase, widths: Sequence[Width], runners: Sequence[Runner]) -> Iterator[Row]:
     """Every law, a row as soon as it is done; after the first that is broken nothing more is tried."""
     for direction in Direction:
@@ -73,11 +83,7 @@ def verify(case: TransferCase, widths: Sequence[Width], runners: Sequence[Runner
             if row.broken:
                 return
     layer_major = replace(case, width=next((width for width in widths if width is not None), 1))
-    laws: tuple[tuple[str, Callable[[TransferCase, Move], object]], ...] = (
-        ("store, then retrieve: the identity", check_round_trip),
-        ("slices are reported in order, as they land", check_landing),
-    )
-    for law, check in laws:
+    for law, check in _LAWS:
         for runner in runners:
             if runner.move is not None:
                 row = _check(law, check, layer_major, runner.name, runner.move)

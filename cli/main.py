@@ -8,6 +8,7 @@ what stands at the top of a verb's module.
 
 from __future__ import annotations
 
+import codecs
 import errno
 import importlib
 import io
@@ -67,7 +68,10 @@ def build_app() -> typer.Typer:
 
 def _print_anything() -> None:
     """A character that stdout's encoding lacks, such as ± in a locale without UTF-8, is printed as a question mark."""
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    # In the C locale Python takes "surrogateescape", which saves bytes of file names and no other character.
+    if isinstance(sys.stdout, io.TextIOWrapper) and (
+        sys.stdout.errors == "strict" or codecs.lookup(sys.stdout.encoding).name != "utf-8"
+    ):
         sys.stdout.reconfigure(errors="replace")
 
 

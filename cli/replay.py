@@ -34,6 +34,7 @@ from lamella.cli._running import (
     refuse_foreign_journal,
     stoppable,
 )
+from lamella.cli._tables import NOTHING, print_table
 from lamella.reference.chrome_trace import to_chrome_trace
 from lamella.sim.bounds import check_seed
 from lamella.sim.outcome import ArmResult, remarks
@@ -135,36 +136,32 @@ def _arm_document(result: ArmResult) -> dict[str, Any]:
 
 
 HEADS = (
-    *("arm", "TTFT mean", "p50", "p90", "p99 ms", "mean vs chunk-major", "hits p50", "TPOT mean", "p99 ms"),
+    *("arm", "TTFT mean", "p50", "p90", "p99", "change", "p50 of hits", "TPOT mean", "TPOT p99"),
     *("goodput/s", "in time", "GPU %", "stall %", "link %"),
 )
 
 
 def _print(result: ReplayResult, device: Device, slo: Slo, head: str, said: list[str]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False, width=None if os.isatty(1) else 200)
-    console.print(head + "\n", soft_wrap=True)
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in HEADS:
-        table.add_column(heading, justify="left" if heading == "arm" else "right", no_wrap=True)
-    for row in _rows(result, slo):
-        table.add_row(*row)
-    console.print(table)
-    console.print()
+    typer.echo(head)
+    print_table(
+        HEADS,
+        _rows(result, slo),
+        title="ms; change: of the mean TTFT, against chunk-major",
+        spare=("link %", "stall %", "GPU %", "TPOT p99", "p90", "p50 of hits", "p50", "TPOT mean"),
+        fuller="--html FILE",
+    )
     for assumption in (*profile_lines(device, NO_HOST), *ASSUMPTIONS):
-        console.print(f"- Assumed: {assumption}.", soft_wrap=True)
+        typer.echo(f"Assumed: {assumption}.")
     for remark in said:
-        console.print(f"- {remark}", soft_wrap=True)
+        typer.echo(f"Remark: {remark}")
 
 
 def _head(routing: Routing, name: str, *, chosen: bool) -> str:
     how = f"chosen for a load of at most {TARGET_LOAD:.0%}" if chosen else "as asked"
+    over = f"{routing.num_instances} instance{'s' if routing.num_instances > 1 else ''}"
     return (
-        f"{name}: {len(routing.requests):,} requests in {routing.span_ns / 1e9:,.0f} s over {routing.num_instances} "
-        f"instances ({how}; estimated GPU {routing.gpu_load:.0%}, link {routing.link_load:.1%}), "
-        f"{routing.hit_share:.1%} of prompt tokens cached"
+        f"{name}: {len(routing.requests):,} requests in {routing.span_ns / 1e9:,.0f} s over {over} ({how}; estimated "
+        f"GPU {routing.gpu_load:.0%}, link {routing.link_load:.1%}), {routing.hit_share:.1%} of prompt tokens cached"
     )
 
 
@@ -177,7 +174,7 @@ def _rows(result: ReplayResult, slo: Slo) -> list[list[str]]:
             [
                 arm.arm + (" (saturated)" if arm.saturated else ""),
                 *(_ms(value) for value in arm.ttft),
-                "" if arm is baseline else f"{change:+.1%}",
+                NOTHING if arm is baseline else f"{change:+.1%}",
                 _ms(arm.ttft_of_hits.p50_ns),
                 _ms(arm.tpot.mean_ns),
                 _ms(arm.tpot.p99_ns),

@@ -20,10 +20,10 @@ from lamella.cli._model import (
     check_out,
     check_table,
     milliseconds,
-    wide_console,
     write_results,
 )
 from lamella.cli._outputs import whole_file
+from lamella.cli._progress import progress_by_name
 from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._regime import (
     BeforeBatchOption,
@@ -49,6 +49,7 @@ from lamella.cli._regime import (
     parse_slo,
     within_slo,
 )
+from lamella.cli._tables import print_table
 from lamella.reference.ordering import ORDERS
 from lamella.sim.bounds import MOST_REQUESTS, check_range, check_seed
 
@@ -166,15 +167,17 @@ def simulate(
     outcomes: list[Outcome] = []
     rows: list[tuple[Any, ...]] = []
     trace: dict[str, Any] = {}
-    for strategy in strategies:
-        world = run_world(device, regime, strategy, requests, seed, arrivals, hardware, keep=strategy == asked)
-        outcomes.append(summarise(strategy, world, slo))
-        if table is not None:
-            rows += request_rows(str(strategy), world.records)
-        if strategy == asked:
-            said = (f"Assumed: {device.overheads_said}.",) if device.overheads_said else ()
-            recording = record_world(world, device.profile.name, str(strategy), device.profile.num_layers, said)
-            trace = to_chrome_trace(recording)
+    with progress_by_name("simulating", "strategies") as tell:
+        for done, strategy in enumerate(strategies):
+            tell(str(strategy), done, len(strategies))
+            world = run_world(device, regime, strategy, requests, seed, arrivals, hardware, keep=strategy == asked)
+            outcomes.append(summarise(strategy, world, slo))
+            if table is not None:
+                rows += request_rows(str(strategy), world.records)
+            if strategy == asked:
+                said = (f"Assumed: {device.overheads_said}.",) if device.overheads_said else ()
+                recording = record_world(world, device.profile.name, str(strategy), device.profile.num_layers, said)
+                trace = to_chrome_trace(recording)
     asked_for = outcomes[strategies.index(asked)]
     verdict = verdict_of(asked_for, [outcome for outcome in outcomes if outcome is not asked_for])
     come, who = str(arrivals), None
@@ -187,7 +190,7 @@ def simulate(
     described = describe_regime(device, regime, hardware, who)
     typer.echo(described)
     lines = [_row(one, slo, marked=one is asked_for) for one in outcomes]
-    _print(lines)
+    _print(lines, out)
     for assumption in document["assumptions"]:
         typer.echo(f"Assumed: {assumption}.")
     page = render_html(
@@ -246,14 +249,11 @@ def _row(one: Outcome, slo: Slo, *, marked: bool) -> list[str]:
     ]
 
 
-def _print(rows: list[list[str]]) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
-    table = Table(box=SIMPLE, title="ms; stall: the engine stood for this request's layers; victim: for others'")
-    table.add_column(HEADS[0], no_wrap=True)
-    for column in HEADS[1:]:
-        table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    wide_console().print(table)
+def _print(rows: list[list[str]], out: Path) -> None:
+    print_table(
+        HEADS,
+        rows,
+        title="ms; stall: the engine stood for this request's layers; victim: for others'",
+        spare=("link", "GPU", "p90", "victim", "p50", "first layer", "req/s", "stall", "TPOT"),
+        fuller=str(out / "simulate.html"),
+    )

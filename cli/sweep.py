@@ -22,7 +22,6 @@ from lamella.cli._model import (
     SeedOption,
     check_out,
     milliseconds,
-    wide_console,
     write_results,
 )
 from lamella.cli._progress import progress_bar
@@ -55,6 +54,7 @@ from lamella.cli._running import (
     refuse_foreign_journal,
     stoppable,
 )
+from lamella.cli._tables import draw_table, fits, print_table, print_whole
 from lamella.sim.bounds import MOST_USERS, check_range, check_seed
 from lamella.sim.parallel import Running
 from lamella.sim.regimes import Cell, RegimeMap
@@ -177,7 +177,7 @@ def sweep(
         f"{mapped - begun:.1f} s; {checked} of them again as discrete events: equal to the nanosecond."
     )
     typer.echo(f"Over the whole map: {regime_map.verdict()}")
-    _print_point(study, slo)
+    _print_point(study, slo, out)
     for assumption in (*profile_lines(device), *BURST, *study_lines(study)):
         typer.echo(f"Assumed: {assumption}.")
     lines = answer_lines(study, slo)
@@ -215,21 +215,20 @@ def _estimate_s(timelines: int, requests: int) -> float:
 
 
 def _print_map(regime_map: RegimeMap) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
     from lamella.sim.strategies import OFF
 
     columns = len({cell.ratio for cell in regime_map.cells})
+    first_row = regime_map.cells[:columns]
+    heads = ["C", *(f"{cell.ratio:.2f}\n{cell.regime.new_tokens:,} new" for cell in first_row)]
+    rows = [
+        [str(row[0].regime.concurrency), *(_entry(regime_map, cell) for cell in row)]
+        for row in (regime_map.cells[first : first + columns] for first in range(0, len(regime_map.cells), columns))
+    ]
+    title = "change of mean TTFT with the best strategy, by requests at once (C) and T/P"
     stride = -(-columns // MOST_COLUMNS)
-    table = Table(box=SIMPLE, title="change of mean TTFT with the best strategy, by requests at once (C) and T/P")
-    table.add_column("C", justify="right")
-    for cell in regime_map.cells[:columns:stride]:
-        table.add_column(f"{cell.ratio:.2f}\n{cell.regime.new_tokens:,} new", justify="right", no_wrap=True)
-    for first in range(0, len(regime_map.cells), columns):
-        row = regime_map.cells[first : first + columns]
-        table.add_row(str(row[0].regime.concurrency), *(_entry(regime_map, cell) for cell in row[::stride]))
-    wide_console().print(table)
+    while not fits(draw_table(heads, rows, (0, *range(1, columns + 1, stride)))) and stride < columns:
+        stride += 1
+    print_whole(draw_table(heads, rows, (0, *range(1, columns + 1, stride)), title))
     legend = (f"{letter} = {one}" for letter, one in zip(ascii_lowercase, regime_map.strategies, strict=False))
     typer.echo(f"{'; '.join(legend)}; against the better of {' and '.join(map(str, OFF))}.")
 
@@ -258,18 +257,16 @@ def _point_rows(study: Study, slo: Slo) -> list[list[str]]:
     return rows
 
 
-def _print_point(study: Study, slo: Slo) -> None:
-    from rich.box import SIMPLE
-    from rich.table import Table
-
+def _print_point(study: Study, slo: Slo, out: Path) -> None:
     repeats = len(study.outcomes[0])
-    table = Table(box=SIMPLE, title=f"your point, {study.regime.concurrency} users, means of {repeats} repeats; ms")
-    table.add_column(POINT_HEADS[0], no_wrap=True)
-    for head in POINT_HEADS[1:]:
-        table.add_column(head, justify="right", no_wrap=True)
-    for row in _point_rows(study, slo):
-        table.add_row(*row)
-    wide_console().print(table)
+    runs = "one run" if repeats == 1 else f"means of {repeats} repeats"
+    print_table(
+        POINT_HEADS,
+        _point_rows(study, slo),
+        title=f"your point, {study.regime.concurrency} users, {runs}; ms",
+        spare=("p90", "TPOT", "p50", "p99"),
+        fuller=str(out / "sweep.html"),
+    )
 
 
 def _html(regime_map: RegimeMap, study: Study, slo: Slo, document: dict[str, object]) -> str:

@@ -8,15 +8,15 @@ from dataclasses import replace
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.pretty import pretty_repr
-from rich.table import Table
 
 import lamella
 from lamella.cli._device import open_device
+from lamella.cli._progress import progress_bar
 from lamella.cli._refusal import refuse_bad_input
 from lamella.cli._sizes import MOST_LAYERS, parse_bytes
-from lamella.cli._verification import Choice, Row, Runner, choose_runners
+from lamella.cli._tables import print_table
+from lamella.cli._verification import Choice, Row, Runner, choose_runners, count_rows
 from lamella.cli._verification import verify as each_row
 from lamella.cli._verification_case import Scope, Width, build_case, default_tokens, default_widths
 from lamella.reference.geometry import KVGeometry, ObjectForm
@@ -119,10 +119,10 @@ def register(app: typer.Typer) -> None:
         if not as_json:
             typer.echo(_headline(model, case, name))
             typer.echo(f"Executor: {choice.reason}. Seed {seed}.")
-        for row in each_row(case, scope.widths, choice.runners):
-            done.append(row)
-            if not as_json and Console().is_terminal:
-                typer.echo(f"{'ok' if row.broken is None else 'BROKEN':<7} {row.law}, {row.executor}", err=True)
+        with progress_bar("verifying", count_rows(choice.runners)) as advance:
+            for row in each_row(case, scope.widths, choice.runners):
+                done.append(row)
+                advance(1)
         wall_ns = time.perf_counter_ns() - started
         broken = next((row for row in done if row.broken), None)
         if as_json:
@@ -225,21 +225,23 @@ def _as_json(row: Row) -> dict[str, object]:
 
 
 def _print_table(rows: list[Row], wall_ns: int) -> None:
-    table = Table("law", "executor", "layers per slice", "moved", "compared", "time", "holds")
-    table.columns[0].no_wrap = True
-    for column in (3, 4, 5):
-        table.columns[column].justify = "right"
-    for row in rows:
-        table.add_row(
-            row.law,
-            row.executor,
-            " ".join(_written(width) for width in row.widths),
-            _size(row.bytes_moved),
-            _size(row.bytes_compared) if row.bytes_compared else "",
-            f"{row.wall_ns / 1e9:.1f} s",
-            "no" if row.broken else "yes",
-        )
-    Console(width=max(140, Console().width)).print(table)
+    print_table(
+        ("law", "executor", "layers per slice", "moved", "compared", "time", "holds"),
+        [
+            [
+                row.law,
+                row.executor,
+                " ".join(_written(width) for width in row.widths),
+                _size(row.bytes_moved),
+                _size(row.bytes_compared) if row.bytes_compared else "",
+                f"{row.wall_ns / 1e9:.1f} s",
+                "no" if row.broken else "yes",
+            ]
+            for row in rows
+        ],
+        spare=("compared", "moved", "time", "layers per slice", "executor"),
+        fuller="--json",
+    )
     typer.echo(f"{wall_ns / 1e9:.1f} s in all.")
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cli.test_validate import record
-from lamella.cli._progress import QUIET_S, progress_by_name
+from lamella.cli._progress import QUIET_S, progress_bar, progress_by_name
 
 COMMAND = (sys.executable, "-c", "from lamella.cli.main import main; main()")
 
@@ -39,12 +39,29 @@ def test_without_a_terminal_each_new_name_is_a_line_once_it_has_taken_long(capsy
     ]
 
 
+def test_without_a_terminal_what_takes_long_says_how_far_it_is_ever_more_seldom(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with progress_bar("map", 40, clock) as advance:
+        for _ in range(40):
+            clock.now_s += 1
+            advance(1)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.splitlines() == [f"map: {s} of 40 done after {s} s" for s in (5, 10, 20)]
+
+
 def test_what_is_quick_says_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with progress_by_name("validating", "arms", clock) as tell:
         for done in range(9):
             tell(f"cell {done}", done, 9)
             clock.now_s += QUIET_S / 10
+    with progress_bar("map", 9, clock) as advance:
+        for _ in range(9):
+            clock.now_s += QUIET_S / 10
+            advance(1)
     assert capsys.readouterr() == ("", "")
 
 
@@ -78,3 +95,22 @@ def test_validate_names_on_a_terminal_what_it_is_at_and_its_results_are_the_same
     unseen = subprocess.run([*COMMAND, *verb, str(tmp_path / "unseen.json")], capture_output=True, check=True)
     assert (unseen.stdout, unseen.stderr) == (said, b"")
     assert (tmp_path / "unseen.json").read_bytes() == (tmp_path / "seen.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("verb", "seen_at_last"),
+    [
+        (["simulate", "--requests", "1"], [b"simulating", b"recompute", b"8/8"]),
+        (["verify", "--layers", "2", "--heads", "1", "--head-dim", "8", "--tokens", "40"], [b"verifying", b"8/8"]),
+        (["replay", "--limit", "20"], [b"replaying", b"7/7"]),
+    ],
+    ids=lambda one: one[0] if isinstance(one[0], str) else "",
+)
+def test_every_verb_that_works_for_long_moves_a_bar_on_a_terminal(
+    verb: list[str], seen_at_last: list[bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("LAMELLA_TRACE", raising=False)
+    said, seen = on_a_terminal(*verb)
+    assert said
+    assert all(part in seen for part in seen_at_last), seen
