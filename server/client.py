@@ -368,8 +368,10 @@ class CacheSession:
                 growing = told == 0 or told > before
                 if not pong.known:
                     self._lose("it does not know this session")
-            except (ServerLostError, RefusedError, OSError, ValueError) as error:
-                self._lose(str(error))
+            except Exception as error:  # whatever it was (no descriptor left, `on_epoch`): the next try may succeed
+                if not isinstance(error, ServerLostError | RefusedError | OSError | ValueError):
+                    _log.exception("the session with the cache server could not be kept")
+                self._lose(str(error) or type(error).__name__)
                 growing = False
             wait_s = self._epoch.registered.ping_s if self._epoch is not None else 1.0
             self._woken.clear()

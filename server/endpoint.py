@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import stat
+import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,8 @@ SOCKET: Final = "server.sock"
 LOCK: Final = "server.lock"
 """Held by the folder's server for as long as it lives."""
 _ALIVE: Final = re.compile(r"alive-\d{1,10}-[0-9a-f]{16}")
+_LOOKED_AT_S: Final = 0.5
+"""A client that asks whether an earlier server lives holds the lock for a moment (`peer_watch`)."""
 _MAX_SOCKET_PATH: Final = 107  # sockaddr_un
 
 
@@ -82,12 +85,13 @@ class ServerLock:
 
     def __init__(self, folder: Path) -> None:
         self._fd = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        until = time.monotonic() + _LOOKED_AT_S
+        while not (taken := _lock(self._fd)) and time.monotonic() < until:
+            time.sleep(_LOOKED_AT_S / 50)
+        if not taken:
             pid = os.pread(self._fd, 32, 0).decode(errors="replace").strip()
             os.close(self._fd)
-            raise RuntimeError(f"a server (pid {pid}) serves {folder} already: stop it, or choose another") from None
+            raise RuntimeError(f"a server (pid {pid}) serves {folder} already: stop it, or choose another")
         os.ftruncate(self._fd, 0)
         os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
 
@@ -96,6 +100,14 @@ class ServerLock:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 class AliveMark:
@@ -152,10 +164,8 @@ def is_alive(folder: Path, name: str) -> bool:
     except OSError:
         return True
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return True
-    else:
+        if not _lock(fd):
+            return True
         (folder / name).unlink(missing_ok=True)
         return False
     finally:

@@ -143,6 +143,12 @@ class LeaseBook(Generic[Held]):
         """The transfer did not begin: the part waits for another try, for a whole lease time."""
         part.state, part.until_ns = PartState.LOCKED, self._clock_ns() + self._lease_ns
 
+    def hand_on(self, session: int, to: int) -> None:
+        """Every part of a session is another's from now on, as it is."""
+        for part in self.all():
+            if part.session == session:
+                part.session = to
+
     # ---- ended
 
     def end(self, part: Part[Held]) -> Held:

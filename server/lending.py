@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from lamella.cuda_ext.arrival_board import BoardPlace
 from lamella.cuda_ext.pool import PinnedObjects, Reservation
@@ -36,6 +36,10 @@ from lamella.server.sessions import Session, SessionBook
 from lamella.server.wire import EVERY_RANK, Code
 
 _Answer = TypeVar("_Answer", Retrieved, Stored)
+
+MOST_SLOTS: Final = 1 << 19
+"""Slots that one answer names, on all ranks together, so that it fits a frame. Further chunks are no hits, and are not
+stored: 16,384 chunks of an engine of 32 ranks."""
 
 
 class Loan(NamedTuple):
@@ -94,7 +98,8 @@ class Lending:
         first, end = message.first_wanted, len(keys[0])
         if first > end:
             raise RefusedError(Code.REFUSED, f"first_wanted must be at most {end}, the chunks named, got {first}")
-        hits = end
+        hits = end = min(end, first + MOST_SLOTS // len(ranks))
+        keys = [named[:end] for named in keys]
         locked: list[PinnedObjects] = []
         for rank, named in zip(ranks, keys, strict=True):
             lease = _place(rank).pool.pin_leading(named[first:hits])
@@ -168,7 +173,8 @@ class Lending:
         if not all(_may_reach(_place(rank), heads[rank.rank]) for rank in ranks):
             self._metrics.no_head.inc()
             return Stored(0, (), False, True, "", 0, 0)
-        asked = [(rank, _keys(rank, message.prefixes, message.last_tokens)) for rank in ranks]
+        most = MOST_SLOTS // max(1, len(ranks))
+        asked = [(rank, _keys(rank, message.prefixes, message.last_tokens)[:most]) for rank in ranks]
         loans: dict[int, tuple[Session, Loan, tuple[int, ...]]] = {}
         for rank, keys in asked:
             try:

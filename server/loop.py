@@ -215,31 +215,31 @@ class CacheServer:
         kind, number = request.kind, request.number
         try:
             answer = self.service.handlers.answer(request, self._sockets[socket])
-        except RefusedError as refused:
-            self._refuse(socket, identity, refused, number)
-            return
         except Exception as error:
-            _log.exception("a request could not be answered")
-            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}"), number)
+            self._fail(socket, identity, error, number)
             return
         if isinstance(answer, Future):
             answer.add_done_callback(
-                lambda done: self._later(lambda: self._settle(socket, identity, number, kind, done))
+                lambda done: self._later(lambda: self._settle(socket, identity, number, kind, done.result))
             )
         else:
-            self._send(socket, identity, encode(number, answer, kind))
+            self._settle(socket, identity, number, kind, lambda: answer)
         self.service.metrics.answered(kind, time.perf_counter_ns() - began_ns)  # while the answer is on its way
 
     def _settle(
-        self, socket: zmq.Socket[bytes], identity: bytes, number: int, kind: int, done: Future[Message]
+        self, socket: zmq.Socket[bytes], identity: bytes, number: int, kind: int, answer: Callable[[], Message]
     ) -> None:
         try:
-            self._send(socket, identity, encode(number, done.result(), kind))
-        except RefusedError as refused:
-            self._refuse(socket, identity, refused, number)
-        except Exception as error:
-            _log.exception("a request could not be answered")
-            self._refuse(socket, identity, RefusedError(Code.INTERNAL, f"the server failed: {error!r}"), number)
+            self._send(socket, identity, encode(number, answer(), kind))
+        except Exception as error:  # also an answer that is too large for a frame
+            self._fail(socket, identity, error, number)
+
+    def _fail(self, socket: zmq.Socket[bytes], identity: bytes, error: Exception, number: int) -> None:
+        """One peer's request is refused; whatever was wrong with it, the others are served."""
+        if not isinstance(error, RefusedError):
+            _log.error("a request could not be answered", exc_info=error)
+            error = RefusedError(Code.INTERNAL, f"the server failed: {error!r}")
+        self._refuse(socket, identity, error, number)
 
     def _refuse(
         self, socket: zmq.Socket[bytes], identity: bytes, refused: RefusedError, number: int | None = None

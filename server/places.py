@@ -194,7 +194,7 @@ class Places:
         if len(self._models) < self._settings.models:
             return ()
         for family, model in self._models.items():
-            places = [future.result() for future in model.places.values() if _is_made(future)]
+            places = [future.result() for future in model.places.values() if is_made(future)]
             if all(future.done() for future in model.places.values()) and not any(map(self._is_used, places)):
                 del self._models[family]
                 return tuple(places)
@@ -207,7 +207,7 @@ class Places:
         """Every place that is ready."""
         with self._lock:
             futures = [future for model in self._models.values() for future in model.places.values()]
-        return tuple(future.result() for future in futures if _is_made(future))
+        return tuple(future.result() for future in futures if is_made(future))
 
     def close(self) -> None:
         """Every place is closed. One of which a tier still reads is said, and goes with the process."""
@@ -223,12 +223,13 @@ def _close(place: Place) -> None:
         _log.error("%s is not closed: %s", place.label, busy)
 
 
-def _is_made(future: Future[Place]) -> bool:
+def is_made(future: Future[Place]) -> bool:
+    """Whether the place is there; false as well where it could not be made."""
     return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _check_same(found: Future[Place], layout: ObjectLayout) -> None:
-    if _is_made(found) and found.result().layout != layout:
+    if is_made(found) and found.result().layout != layout:
         raise ValueError(
             f"this rank's objects are kept as {found.result().layout} and now said to be {layout}: what differs "
             "belongs into the key space (inner_layout)"

@@ -6,6 +6,7 @@ thread, and their end is brought back by `later`. It knows no socket, so its tes
 
 from __future__ import annotations
 
+import itertools
 import logging
 import secrets
 import time
@@ -24,7 +25,7 @@ from lamella.server.leases import LeaseBook, PartState
 from lamella.server.lending import Lending, Loan
 from lamella.server.metrics import Held, ServerMetrics
 from lamella.server.mover import Movement, Mover
-from lamella.server.places import Place, Places
+from lamella.server.places import Place, Places, is_made
 from lamella.server.protocol import (
     Abort,
     Ended,
@@ -97,6 +98,8 @@ class CacheService:
         self.lending = Lending(self.leases, self.sessions, self.metrics, later)
         self._mapping = ThreadPoolExecutor(2, thread_name_prefix="lamella-map")
         self._sweeping: Future[None] | None = None
+        self._registering: list[Future[Place]] = []  # of ranks that have no session yet
+        self._registrations = itertools.count(1)
         self._held = Held(0, {}, ())
         self.metrics.show(lambda: self._held)
         self.handlers = Handlers()
@@ -127,8 +130,9 @@ class CacheService:
         if message.rank >= message.num_ranks:
             raise RefusedError(Code.REFUSED, f"rank must be between 0 and {message.num_ranks - 1}, got {message.rank}")
         self._check_mark(message, peer)
+        turn = next(self._registrations)
         if message.role is Role.SCHEDULER:
-            return self._registered(message, b"", None, None)
+            return self._registered(turn, message, b"", None, None)
         if message.space is None:
             raise RefusedError(Code.REFUSED, "a rank registers with its key space")
         try:
@@ -145,7 +149,7 @@ class CacheService:
             raise RefusedError(
                 Code.REFUSED, "this server moves no bytes: start it with --device, or let the worker move them"
             )
-        return self._when_mapped(message, space.digest(), layout, place)
+        return self._when_mapped(turn, message, space.digest(), layout, place)
 
     def _check_mark(self, message: Register, peer: Peer) -> None:
         try:
@@ -159,9 +163,10 @@ class CacheService:
             ) from None
 
     def _when_mapped(
-        self, message: Register, space: bytes, layout: ObjectLayout, place: Future[Place]
+        self, turn: int, message: Register, space: bytes, layout: ObjectLayout, place: Future[Place]
     ) -> Future[Registered]:
         answer: Future[Registered] = Future()
+        self._registering.append(place)
 
         def map_caches() -> None:
             mover: Mover | None = None
@@ -177,21 +182,37 @@ class CacheService:
             self._later(lambda: finish(made, mover, wrong))
 
         def finish(made: Place | None, mover: Mover | None, wrong: Exception | None) -> None:
-            if made is None or wrong is not None or self.draining:
+            self._registering.remove(place)
+            try:
+                if wrong is not None:
+                    raise wrong
+                self._refuse_while_draining()
+                answer.set_result(self._registered(turn, message, space, made, mover))
+            except Exception as error:
                 if mover is not None:
-                    self._mapping.submit(mover.close)
-                reason = "the server is stopping" if wrong is None else f"{wrong}"
-                answer.set_exception(RefusedError(Code.REFUSED if wrong else Code.DRAINING, reason))
-            else:
-                answer.set_result(self._registered(message, space, made, mover))
+                    self._mapping.submit(_close_mover, mover)
+                answer.set_exception(
+                    error if isinstance(error, RefusedError) else RefusedError(Code.REFUSED, f"{error}")
+                )
 
         self._mapping.submit(map_caches)
         return answer
 
-    def _registered(self, message: Register, space: bytes, place: Place | None, mover: Mover | None) -> Registered:
+    def _registered(
+        self, turn: int, message: Register, space: bytes, place: Place | None, mover: Mover | None
+    ) -> Registered:
+        earlier = self.sessions.of_mark(message.alive)
+        if any(one.turn > turn for one in earlier):
+            raise RefusedError(Code.REFUSED, "this process has registered once more meanwhile")
+        pool: PoolShape | None = None
+        if place is not None:
+            shared = place.pool.shared()
+            shape = shared.shape
+            pool = PoolShape(str(shared.path), shape.object_bytes, shape.num_slots, shape.target_piece_bytes)
         worker = place is not None and message.transfer_side is TransferSide.WORKER
         session = Session(
             self._draw(),
+            turn,
             message.engine,
             message.role,
             message.rank,
@@ -204,12 +225,9 @@ class CacheService:
             place,
             mover,
         )
+        for one in earlier:
+            self._replace(one, session)
         self.sessions.add(session)
-        pool: PoolShape | None = None
-        if place is not None:
-            shared = place.pool.shared()
-            shape = shared.shape
-            pool = PoolShape(str(shared.path), shape.object_bytes, shape.num_slots, shape.target_piece_bytes)
         where = place.label if place is not None else "no memory"
         _log.info("engine %s: %s %d is registered (%s)", session.engine, session.role.value, session.rank, where)
         return Registered(
@@ -301,9 +319,18 @@ class CacheService:
         else:
             _log.info("engine %s: %s %d is gone", *who)
 
+    def _replace(self, old: Session, new: Session) -> None:
+        """The process has registered anew, so it has forgotten its earlier session, but not what it has in flight."""
+        self.sessions.remove(old)
+        self.leases.hand_on(old.number, new.number)
+        if old.mover is not None:
+            self._mapping.submit(_close_mover, old.mover)
+
     def _is_used(self, place: Place) -> bool:
-        return any(session.place is place for session in self.sessions.all()) or any(
-            part.held.place is place for part in self.leases.all()
+        return (
+            any(session.place is place for session in self.sessions.all())
+            or any(is_made(one) and one.result() is place for one in self._registering)
+            or any(part.held.place is place for part in self.leases.all())
         )
 
     # ---- the end

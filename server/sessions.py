@@ -19,6 +19,7 @@ class Session:
 
     Attributes:
         number: what the peer calls itself by; drawn at random.
+        turn: which registration of this server's it came of, counted as they were asked for.
         engine, role, rank, num_ranks, transfer_side: as registered.
         alive: its process's mark; "" where only its messages tell.
         heard_ns: when it was last heard.
@@ -29,6 +30,7 @@ class Session:
     """
 
     number: int
+    turn: int
     engine: str
     role: Role
     rank: int
@@ -89,6 +91,10 @@ class SessionBook:
     def rank(self, engine: str, rank: int) -> Session | None:
         """One of an engine's ranks."""
         return self._ranks.get((engine, rank))
+
+    def of_mark(self, alive: str) -> tuple[Session, ...]:
+        """The sessions of one process's mark; none of "", which is nobody's."""
+        return tuple(session for session in self._sessions.values() if alive and session.alive == alive)
 
     def dead(self) -> tuple[Session, ...]:
         """Sessions whose process is gone or has fallen silent; the caller removes them."""
