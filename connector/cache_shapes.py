@@ -77,7 +77,8 @@ class DescribedCaches:
         engines: one paged cache a KV cache group.
         layers: the stage's layer index of each layer name.
         block_tokens: (logical, kernel) block tokens of each group.
-        inner: order of the bytes of a block, and of several groups which layers they hold, for the key space.
+        inner: order of the bytes of a block, and of several groups how long their elements are and which layers they
+            hold, for the key space.
     """
 
     layout: ObjectLayout
@@ -132,7 +133,8 @@ def describe_caches(
         kernel_groups.append(KernelGroup(geometry, tuple(layers[name] for name in names), engine.block_tokens))
         sizes.append((group.block_tokens, engine.block_tokens))
         order = engine.inner_order()
-        its = "" if len(groups) == 1 else f" in layers {','.join(str(layers[name]) for name in names)}"
+        its = ",".join(str(layers[name]) for name in names)
+        its = "" if len(groups) == 1 else f" of {engine.element_bytes} bytes in layers {its}"
         inner.append(f"{axes}:{order or 'strided'}{its}")
     dense = all(engine.inner_order() for engine in engines)
     if form == "block" and not dense:

@@ -86,3 +86,17 @@ def test_layers_grouped_otherwise_make_objects_of_other_names() -> None:
         space = KeySpace("m", "float32", described.layout.form, described.inner, 8, 0, 1, (0, 4))
         digests.add(space.digest())
     assert len(digests) == len(groupings)
+
+
+def test_layers_of_another_precision_make_objects_of_other_names() -> None:
+    """vLLM can leave layers out of a cache's type (`kv_cache_dtype_skip_layers`): as many, and others, are as long."""
+    inner = set()
+    for halves in ((0, 1), (1, 2), (2, 3)):
+        types = [torch.float16 if index in halves else torch.float32 for index in range(4)]
+        caches = {f"layer.{index}": torch.zeros(10, 2, 4, 16, dtype=one) for index, one in enumerate(types)}
+        names = [tuple(f"layer.{index}" for index, one in enumerate(types) if one is kind) for kind in set(types)]
+        names.sort()  # as vLLM: by the first layer
+        described = describe_caches(caches, [GroupShape(group, 4, 2, 8) for group in names], 8, "auto")
+        inner.add((described.inner, described.layout.object_bytes))
+    assert len({size for _inner, size in inner}) == 1
+    assert len({text for text, _size in inner}) == 3
