@@ -63,7 +63,7 @@ class OpenedCaches:
         device: the same GPU as this process numbers it; by default the owner's number.
 
     Raises:
-        ValueError: a base that no allocation holds.
+        ValueError: a cache that does not lie in one allocation, whatever its owner says: copies would go beyond it.
         OSError: the owner or its memory is gone, or CUDA refuses (containers must share the IPC namespace).
     """
 
@@ -96,7 +96,7 @@ def export_caches(
         shared: on the CPU device (path, address of the first byte here, bytes) of each shared memory they lie in.
 
     Raises:
-        ValueError: caches on the CPU device outside every `shared` memory.
+        ValueError: caches on the CPU device outside every `shared` memory, or that do not lie in one allocation.
         OSError: CUDA cannot export the memory, such as that of expandable segments; the message says what to set.
     """
     if not device.startswith("cuda"):
@@ -109,9 +109,26 @@ def export_caches(
 
 
 def _moved(engine: EngineLayout, allocations: Sequence[Allocation], to: Sequence[int]) -> EngineLayout:
+    extents = [
+        stride * (count - 1)
+        for stride, count in (
+            (engine.block_stride, engine.num_blocks),
+            (engine.token_stride, engine.block_tokens),
+            (engine.head_stride, engine.num_heads),
+            (engine.dim_stride, engine.head_dim),
+        )
+    ]
+    before, behind = -sum(min(0, one) for one in extents), sum(max(0, one) for one in extents) + engine.element_bytes
+
     def moved(address: int) -> int:
         for one, base in zip(allocations, to, strict=True):
             if one.base <= address < one.base + one.num_bytes:
+                first, end = address - before - one.base, address + behind - one.base
+                if first < 0 or end > one.num_bytes:
+                    raise ValueError(
+                        f"the cache at {address:#x} is said to be bytes {first} to {end - 1} of an exported memory of "
+                        f"{one.num_bytes}: its sizes or strides are not those of the memory"
+                    )
                 return base + address - one.base
         raise ValueError(
             f"the cache at {address:#x} lies in no exported memory: on a machine without a GPU the engine's caches "

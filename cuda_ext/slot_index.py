@@ -68,6 +68,7 @@ class SlotIndex:
         self._by_slot: dict[int, _Object] = {}
         self._ages: PrefixAges[ChunkKey, _Object] = PrefixAges()  # WRITING and READY; free are those that nobody pins
         self._by_key = self._ages.kept
+        self._num_writing = self._num_discarded = self._num_pinned = self._num_pins = 0  # as they change
 
     def add_slots(self, first: int, count: int) -> None:
         """Slots `[first, first + count)` can be handed out from now on."""
@@ -106,11 +107,7 @@ class SlotIndex:
         for key in keys:
             if not self.is_ready(key):
                 raise KeyError(f"no readable object for {key}: look it up and pin it under the same lock")
-        for key in keys:
-            found = self._by_key[key]
-            found.pins += 1
-            found.is_free = False
-        return tuple(self._by_key[key].slot for key in keys)
+        return self._pin([self._by_key[key] for key in keys])
 
     def pin_leading(self, keys: Sequence[ChunkKey]) -> tuple[int, ...]:
         """Each object of `keys` up to the first that is not READY has one more holder; their slots in order.
@@ -123,10 +120,16 @@ class SlotIndex:
             if one is None or one.state is not ObjectState.READY:
                 break
             found.append(one)
-        for one in found:
+        return self._pin(found)
+
+    def _pin(self, objects: Sequence[_Object]) -> tuple[int, ...]:
+        for one in objects:
             one.is_free = False
+            if not one.pins:
+                self._num_pinned += 1
             one.pins += 1
-        return tuple([one.slot for one in found])
+        self._num_pins += len(objects)
+        return tuple([one.slot for one in objects])
 
     def unpin(self, slots: Sequence[int]) -> None:
         """Each object has one holder fewer; an unpinned READY object is now the most recently used.
@@ -146,6 +149,8 @@ class SlotIndex:
             one.pins -= 1
             if not one.pins:
                 freed.append(one)
+        self._num_pins -= len(objects)
+        self._num_pinned -= len(freed)
         gone = [one for one in freed if one.state is ObjectState.DISCARDED]
         if gone:
             self._leave(gone)
@@ -185,6 +190,7 @@ class SlotIndex:
         for one, slot in zip(missing, slots, strict=True):
             one.slot = slot
             self._by_slot[slot] = one
+        self._num_writing += len(missing)
         self._ages.add(missing)
         return Reserved(tuple(one.key for one in missing), tuple(slots), tuple(victim.key for victim in victims))
 
@@ -200,6 +206,7 @@ class SlotIndex:
         written = self._writing(slots)
         for found in written:
             found.state = ObjectState.READY
+        self._num_writing -= len(written)
         self._ages.free(written)
 
     def abandon(self, slots: Sequence[int]) -> None:
@@ -222,20 +229,19 @@ class SlotIndex:
             found = self._by_key[key]
             self._ages.remove(found)
             found.state = ObjectState.DISCARDED
+            self._num_discarded += 1
             if not found.pins:
                 gone.append(found)
         self._leave(gone)
 
     def occupancy(self) -> Occupancy:
-        """Counts of this moment."""
-        states = [found.state for found in self._by_slot.values()]
-        pins = [found.pins for found in self._by_slot.values()]
+        """Counts of this moment; at once, however many objects there are."""
         return Occupancy(
             free=len(self._free),
-            writing=states.count(ObjectState.WRITING),
-            ready=states.count(ObjectState.READY),
-            pinned=len(pins) - pins.count(0),
-            pins=sum(pins),
+            writing=self._num_writing,
+            ready=len(self._by_slot) - self._num_writing - self._num_discarded,
+            pinned=self._num_pinned,
+            pins=self._num_pins,
         )
 
     def free_runs(self) -> tuple[Run, ...]:
@@ -255,6 +261,8 @@ class SlotIndex:
 
     def _leave(self, objects: Sequence[_Object]) -> None:
         """Their slots are free, as many side by side at once as there are."""
+        self._num_writing -= sum(found.state is ObjectState.WRITING for found in objects)
+        self._num_discarded -= sum(found.state is ObjectState.DISCARDED for found in objects)
         first, end = -1, -1
         for slot in sorted([found.slot for found in objects]):
             del self._by_slot[slot]

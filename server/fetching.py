@@ -66,7 +66,8 @@ class Fetching:
         after, keys = keys[first - 1] if first else None, keys[first:]
         now_ns = self._clock_ns()
         with self._lock:
-            self._settled = {key: at for key, at in self._settled.items() if now_ns - at < _SETTLED_NS}
+            while self._settled and now_ns - next(iter(self._settled.values())) >= _SETTLED_NS:
+                del self._settled[next(iter(self._settled))]
             if keys[0] in self._open:
                 return True
             if keys[0] in self._settled or len(self._open) >= _MAX_OPEN:
@@ -101,6 +102,7 @@ class Fetching:
         finally:
             with self._lock:
                 self._open.discard(keys[0])
+                self._settled.pop(keys[0], None)  # what was settled last stands last
                 self._settled[keys[0]] = self._clock_ns()
 
     def _bring(self, keys: tuple[ChunkKey, ...], after: ChunkKey | None) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from lamella.connector.storage.tier import Leading, Tier, TierError
+from lamella.connector.storage.tier import Leading, NoSpaceError, Tier, TierError
 from lamella.reference.keys import ChunkKey
 from lamella.reference.layout import ByteRange
 
@@ -102,7 +102,8 @@ class CircuitBreaker:
 class GuardedTier:
     """A tier behind a circuit breaker: while that is open every call raises TierError at once.
 
-    A missing object and a caller's mistake are answers, not failures. It is itself a `Tier`.
+    A missing object, a caller's mistake and a full disk are answers, not failures: what the disk holds can be read.
+    It is itself a `Tier`.
     """
 
     def __init__(self, tier: Tier, breaker: CircuitBreaker) -> None:
@@ -167,7 +168,7 @@ class GuardedTier:
         return TierError(f"{self.name} failed before and is left alone for now")
 
     def _report(self, error: BaseException | None) -> None:
-        if error is None or isinstance(error, KeyError | ValueError):
+        if error is None or isinstance(error, KeyError | ValueError | NoSpaceError):
             self.breaker.succeeded()
         else:
             self.breaker.failed(str(error))

@@ -31,7 +31,7 @@ from lamella.connector.storage.object_format import (
     deliver,
 )
 from lamella.connector.storage.open_files import OpenObject
-from lamella.connector.storage.tier import DamagedObjectError, Leading, TierError
+from lamella.connector.storage.tier import DamagedObjectError, Leading, NoSpaceError, TierError
 from lamella.reference.layout import ByteRange
 
 _CACHED_PIECE_BYTES: Final = 1 << 20
@@ -267,4 +267,5 @@ def remove_damaged(descriptor: int, place: str, damage: DamagedObjectError) -> N
 def refusal(what: str, refused: OSError) -> TierError:
     """An operating system's refusal as a TierError that says what could not be done."""
     code = errno.errorcode.get(refused.errno or 0, "no code")
-    return TierError(f"{what}: {refused.strerror or refused} ({code})")
+    kind = NoSpaceError if refused.errno in (errno.ENOSPC, errno.EDQUOT) else TierError
+    return kind(f"{what}: {refused.strerror or refused} ({code})")

@@ -30,6 +30,10 @@ class TierError(Exception):
     """The tier cannot serve now: unreachable, full, or an object of it is damaged. The message says which and why."""
 
 
+class NoSpaceError(TierError):
+    """The tier serves, but has no room for one more object."""
+
+
 class DamagedObjectError(TierError):
     """An object's bytes are not those that were put."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,41 @@ def test_a_base_that_no_allocation_holds_is_refused_and_nothing_stays_mapped() -
     with pytest.raises(ValueError, match="no exported memory"):
         OpenedCaches(caches)
     assert _mappings(memory.path) == before
+    memory.close()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"num_blocks": 1000},
+        {"num_blocks": 5},
+        {"block_stride": 1 << 40},
+        {"block_stride": -96},
+        {"head_dim": 1 << 20, "dim_stride": 1 << 12},
+    ],
+    ids=str,
+)
+def test_a_cache_that_would_reach_beyond_its_memory_is_refused(said: dict[str, int]) -> None:
+    """What a peer says of its cache is not believed: a copy beyond it ends the server, or its device, for everybody."""
+    memory = HostMemory.create(3 * LAYER_BYTES)
+    assert memory.path is not None
+    engine = replace(_engine(memory.address), **said)
+    caches = ExportedCaches("cpu", (Allocation(bytes(memory.path), memory.address, memory.num_bytes),), (engine,))
+    before = _mappings(memory.path)
+    with pytest.raises(ValueError, match="its sizes or strides are not those of the memory"):
+        OpenedCaches(caches)
+    assert _mappings(memory.path) == before
+    memory.close()
+
+
+def test_a_cache_may_fill_its_memory_to_the_last_byte_in_either_direction() -> None:
+    memory = HostMemory.create(3 * LAYER_BYTES)
+    assert memory.path is not None
+    forward = _engine(memory.address)
+    last = [tuple(base + 3 * forward.block_stride for base in layer) for layer in forward.bases]
+    backward = replace(forward, bases=tuple(last), block_stride=-forward.block_stride)
+    exported = export_caches("cpu", [forward, backward], [(memory.path, memory.address, memory.num_bytes)])
+    OpenedCaches(exported).close()
     memory.close()
 
 

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import timeit
 from collections.abc import Iterator
 from typing import Any
 
@@ -164,6 +165,22 @@ def test_pinning_what_leads_is_looking_up_and_pinning_in_one(held: list[int], wa
     index.unpin(again)
     assert index.occupancy().pins == 0
     assert index.reserve(keys(*range(10, 16))) is not None, "and can be, once let go"
+
+
+def test_what_a_pool_holds_is_said_at_once_however_much_it_is() -> None:
+    """Who reads the figures holds the lock that look-ups need: a scrape of a million objects cost one its answer."""
+
+    def shortest_s(objects: int) -> float:
+        index = SlotIndex()
+        index.add_slots(0, objects)
+        for first in range(0, objects, 500):
+            reserved = index.reserve(keys(*range(first, first + 500)))
+            assert reserved is not None
+            index.commit(reserved.slots)
+        assert index.occupancy() == (0, 0, objects, 0, 0)
+        return min(timeit.repeat(index.occupancy, number=1, repeat=20))
+
+    assert shortest_s(50_000) < 20 * shortest_s(500)
 
 
 def test_the_least_recently_used_object_goes_first_and_a_prefix_loses_its_tail_before_its_head(pool: HostPool) -> None:

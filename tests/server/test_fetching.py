@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import time
+import timeit
 from pathlib import Path
 
 import pytest
@@ -132,6 +134,45 @@ def test_ranks_are_brought_each_its_own_and_count_together(tmp_path: Path) -> No
     with Bench(tmp_path, tiers=tiers, chunk_bytes=both) as second:
         found = come(ranks(second)[0], 1, 2)
         assert (found.num_chunks, [len(slots) for slots in found.slots]) == (2, [2, 2])
+
+
+def test_what_was_asked_of_tiers_lately_costs_the_next_question_nothing(tmp_path: Path) -> None:
+    """Each look-up went through every answer of the last second, on the server's one thread."""
+    with Bench(tmp_path, tiers=(str(tmp_path / "tier"),)) as bench:
+        bench.rank()
+        fetching = bench.service.places.all()[0].fetching
+
+        def shortest_s(settled: int) -> float:
+            fetching._settled = {key: time.monotonic_ns() + 10**12 for key in keys_of(*range(10, 10 + settled))}
+            asked = keys_of(10)
+            assert not fetching.want(asked, 0)
+            return min(timeit.repeat(lambda: fetching.want(asked, 0), number=1, repeat=20))
+
+        assert shortest_s(20_000) < 20 * shortest_s(20)
+
+
+def test_an_answer_counts_for_a_second_whatever_was_settled_before_and_after(tmp_path: Path) -> None:
+    with Bench(tmp_path, tiers=(str(tmp_path / "tier"),)) as bench:
+        bench.rank()
+        fetching = bench.service.places.all()[0].fetching
+        now_ns = 0
+        fetching._clock_ns = lambda: now_ns
+
+        def asks(document: int) -> bool:
+            asked = fetching.want(keys_of(document), 0)
+            wait_until(lambda: fetching.num_open == 0, "it has answered")
+            return asked
+
+        assert asks(1)
+        now_ns = 600_000_000
+        assert asks(2)
+        assert not asks(1)
+        now_ns = 1_100_000_000
+        assert asks(1), "its second is over"
+        assert not asks(2)
+        now_ns = 1_700_000_000
+        assert asks(2)
+        assert not asks(1), "settled anew, a moment ago"
 
 
 def test_tenants_are_apart_in_the_tiers_too(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
 from lamella.connector.storage.file_tier import FileTier
 from lamella.connector.storage.object_format import PAGE_BYTES
 from lamella.connector.storage.tier import DamagedObjectError, TierError
@@ -75,6 +76,7 @@ def test_payloads_begin_at_a_page(tmp_path: Path) -> None:
 KILLED_WRITER = """
 import os, sys
 from pathlib import Path
+from lamella.connector.storage.circuit import CircuitBreaker, GuardedTier
 from lamella.connector.storage.file_tier import FileTier
 from lamella.reference.keys import ChunkKey
 moment = sys.argv[2]
@@ -275,6 +277,24 @@ def test_a_read_that_the_disk_refuses_is_a_tier_error_and_removes_nothing(
         read(tier, 1)
     disk.refused.clear()
     assert read(tier, 1) == content(1)
+
+
+@pytest.mark.parametrize(("code", "is_read"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EIO, False)])
+def test_a_full_disk_goes_on_serving_what_it_holds_and_a_broken_one_is_left_alone(
+    code: int, is_read: bool, tmp_path: Path, disk: FaultyOs
+) -> None:
+    """Three puts in a row that found no room took the whole tier away for half a minute, again and again."""
+    tier = FileTier(tmp_path / "kv", SIZE)
+    guarded = GuardedTier(tier, CircuitBreaker("kv", 3, 30_000_000_000, lambda: 0))
+    put(tier, 1)
+    disk.refused["write"] = code
+    for number in range(2, 6):
+        with pytest.raises(TierError):
+            guarded.put(key(number), memoryview(content(number)))
+    assert guarded.breaker.allows() is is_read
+    if is_read:
+        assert guarded.exists([key(1)]) == (True,)
+        assert read(tier, 1) == content(1)
 
 
 # ---- how much, and for how long
