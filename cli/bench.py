@@ -39,15 +39,15 @@ def _widths(named: str, num_layers: int) -> tuple[int, ...]:
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
     bench = typer.Typer(
-        help="Measure this machine.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
+        help="Measures this machine.", no_args_is_help=True, rich_markup_mode=None, pretty_exceptions_enable=False
     )
     app.add_typer(bench, name="bench")
 
     @bench.callback()
     def _verbs() -> None:
-        """Measure this machine."""
+        """Measures this machine."""
 
-    @bench.command()
+    @bench.command(short_help="Times retrieves and stores on a device, against raw copies.")
     def transfer(
         device: DeviceOption = "cuda:0",
         size: Annotated[str, typer.Option(help="Bytes of one transfer, such as 1GiB.")] = "1GiB",
@@ -89,7 +89,7 @@ def register(app: typer.Typer) -> None:
         if json_path is not None:
             write_text(json_path, json.dumps(report.as_mapping(), indent=1) + "\n")
 
-    @bench.command()
+    @bench.command(short_help="Times retrieves through a running cache server.")
     def server(
         folder: Annotated[Path | None, typer.Option(help="The server's; by default as `lamella serve`.")] = None,
         device: DeviceOption = "cuda:0",
@@ -123,6 +123,8 @@ def register(app: typer.Typer) -> None:
             shapes = {"token": MAIN_SHAPES[0], "block": BLOCK_SHAPE}
             if form not in shapes:
                 raise ValueError(f"form is token or block, got {form!r}")
+            if side not in (known := [one.value for one in TransferSide]):
+                raise ValueError(f"side is {' or '.join(known)}, got {side!r}")
             shape = shapes[form]
             if layers is not None:
                 shape = replace(shape, geometry=replace(shape.geometry, num_layers=layers))
@@ -140,7 +142,8 @@ def register(app: typer.Typer) -> None:
             except RefusedError as refused:
                 raise ValueError(f"the server refuses: {refused}") from refused
             except (ServerLostError, OSError) as lost:
-                raise ValueError(f"no server to measure: {lost}; start one with `lamella serve`") from lost
+                why = f"{lost.filename}: {lost.strerror}" if isinstance(lost, OSError) and lost.filename else str(lost)
+                raise ValueError(f"no server to measure: {why}; start one with `lamella serve`") from lost
         with measured:
             report = measured.run(lambda line: typer.echo(f"… {line}", err=True))
         for line in report.lines():

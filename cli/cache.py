@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -24,7 +25,8 @@ _SPACE = re.compile(r"[0-9a-fA-F]{1,64}")
 _SHOWN_DIGITS = 12  # of a hash, as long as they are unambiguous in practice
 
 UrlArgument = Annotated[
-    str, typer.Argument(help="Folder, redis://..., rediss://..., redis+cluster://... or s3://bucket/prefix.")
+    str,
+    typer.Argument(metavar="URL", help="Folder, redis://..., rediss://..., redis+cluster://... or s3://bucket/prefix."),
 ]
 SpaceOption = Annotated[
     str | None, typer.Option(help="Only this key space: a model, layout, rank and tenant; its first digits do.")
@@ -61,7 +63,7 @@ def register(app: typer.Typer) -> None:
         limit: Annotated[int, typer.Option(min=1, help="Objects to list.")] = 1000,
         as_json: JsonOption = False,
     ) -> None:
-        """List a tier's objects: key space, prefix, tokens, bytes and age."""
+        """Lists a tier's objects: key space, prefix, tokens, bytes and age."""
         with _said():
             catalog = _open(url)
             rows: list[Entry] = []
@@ -83,9 +85,9 @@ def register(app: typer.Typer) -> None:
         if more:
             typer.echo(f"only the first {limit} are listed; --limit lists more", err=True)
 
-    @cache.command("stat")
+    @cache.command("stat", short_help="Says how many objects and bytes a tier holds.")
     def summarize(url: UrlArgument, as_json: JsonOption = False) -> None:
-        """Say how many objects and bytes a tier holds, by format and key space."""
+        """Says how many objects and bytes a tier holds, by format and key space."""
         groups: dict[tuple[str, str], _Group] = defaultdict(_Group)
         with _said():
             for entry in _chosen(_open(url), None, None):
@@ -109,7 +111,7 @@ def register(app: typer.Typer) -> None:
             )
         typer.echo(f"{TierUrl.parse(url).shown}: {objects} objects, {_size(stored_bytes)}")
 
-    @cache.command("clear")
+    @cache.command("clear", short_help="Removes a tier's objects: some of them, or with --all every one.")
     def clear(
         url: UrlArgument,
         space: SpaceOption = None,
@@ -119,7 +121,7 @@ def register(app: typer.Typer) -> None:
         everything: Annotated[bool, typer.Option("--all", help="Every object of Lamella's.")] = False,
         dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed.")] = False,
     ) -> None:
-        """Remove a tier's objects: some of them, or with --all every one. Whoever wants one then computes it anew."""
+        """Removes a tier's objects: some of them, or with --all every one. Whoever wants one then computes it anew."""
         with refuse_bad_input():
             if everything == (space is not None or older_than is not None):
                 raise ValueError("say which objects: --space and --older-than, or --all")
@@ -136,6 +138,8 @@ def register(app: typer.Typer) -> None:
 
 def _open(url: str) -> Catalog:
     with refuse_bad_input():
+        if "://" not in url and Path(url).is_file():
+            raise ValueError(f"{url} is a file, and a tier is a folder or a URL: name the folder it lies in")
         return open_catalog(url)
 
 

@@ -19,9 +19,9 @@ from lamella.cli._sizes import parse_measured_bytes
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
 
-    @app.command()
+    @app.command(short_help="Measures this machine, and writes a profile for the model.")
     def calibrate(
-        output: Annotated[Path, typer.Argument(help="The profile to write, NAME.json.")],
+        output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The profile to write, NAME.json.")],
         device: DeviceOption = "cuda:0",
         base: Annotated[
             str, typer.Option(help="Profile whose model and engine times are carried over.")

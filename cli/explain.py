@@ -19,12 +19,16 @@ DEFAULT_TRACE: Final = Path("lamella-out/simulate.trace.json")
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command()(explain)
+    app.command(short_help="Says why a request took so long, and who caused it.")(explain)
 
 
 def explain(
     request: Annotated[
-        str, typer.Argument(help="Its number in the recording; or slowest, fastest or median, by time to first token.")
+        str,
+        typer.Argument(
+            metavar="REQUEST",
+            help="Its number in the recording, or slowest, fastest or median by time to first token.",
+        ),
     ],
     trace: Annotated[
         Path, typer.Option(help="A recording by simulate or replay, or the folder of a measured run's logs.")

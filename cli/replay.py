@@ -211,11 +211,14 @@ def _ms(time_ns: int) -> str:
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
 
-    @app.command("replay")
+    @app.command("replay", short_help="Replays a trace: does layerwise transfer pay on it?")
     def replay_command(
         trace: Annotated[
             Path | None,
-            typer.Argument(help="Mooncake JSON lines. Left out: the file LAMELLA_TRACE names, or a generated sample."),
+            typer.Argument(
+                metavar="TRACE",
+                help="Mooncake JSON lines. Left out: the file LAMELLA_TRACE names, or a generated sample.",
+            ),
         ] = None,
         instances: Annotated[
             int | None,
@@ -252,7 +255,7 @@ def register(app: typer.Typer) -> None:
         trace_instance: Annotated[int, typer.Option(help="Which instance, from 0.")] = 0,
         config: ConfigOption = None,
     ) -> None:
-        """Replay a trace: chunk-major against the layerwise policies and against recomputing."""
+        """Replays a trace: chunk-major against the layerwise policies and against recomputing."""
         began, began_busy = time.perf_counter(), _busy_s()
         with refuse_bad_input():
             device = open_derived_device(profile, None, link, compute_speed, extrapolate=False, full_graphs=full_graphs)

@@ -28,7 +28,7 @@ LEAST_POOL_BYTES: Final = 64 << 10
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
 
-    @app.command()
+    @app.command(short_help="Keeps objects for the engines of this host, until SIGTERM.")
     def serve(
         memory: Annotated[str, typer.Option(help="Memory for objects, such as 64GiB; all of it in /dev/shm.")] = "4GiB",
         folder: Annotated[
@@ -36,7 +36,8 @@ def register(app: typer.Typer) -> None:
         ] = None,
         models: Annotated[int, typer.Option(min=1, max=1024, help="Models that share the memory, in equal parts.")] = 1,
         tier: Annotated[
-            list[str] | None, typer.Option(help="A slower store behind the memory: folder or URL; may be repeated.")
+            list[str] | None,
+            typer.Option(metavar="URL", help="A slower store behind the memory: a folder or URL."),
         ] = None,
         tier_size: Annotated[str | None, typer.Option(help="Limit of each folder among the tiers.")] = None,
         tier_ttl: Annotated[str | None, typer.Option(help="How long tiers keep an object, such as 7d.")] = None,
@@ -60,7 +61,7 @@ def register(app: typer.Typer) -> None:
         ] = None,
         log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     ) -> None:
-        """Keep objects for the engines of this host, until SIGTERM; lines of JSON on stderr say what happens."""
+        """Keeps objects for the engines of this host, until SIGTERM; lines of JSON on stderr say what happens."""
         try:
             from lamella.cuda_ext.numa import online_nodes
             from lamella.server.endpoint import CurveKeys, default_folder
@@ -87,17 +88,17 @@ def register(app: typer.Typer) -> None:
                     raise ValueError(f"{name} {needs}, which is not given: name one, or leave them out")
             settings = ServerSettings(
                 folder=folder or default_folder(),
-                pool_bytes=parse_bytes(memory),
+                pool_bytes=_room(parse_bytes(memory), "--memory", memory),
                 models=models,
                 tiers=tuple(tier or ()),
-                tier_max_bytes=None if tier_size is None else parse_bytes(tier_size),
+                tier_max_bytes=None if tier_size is None else _room(parse_bytes(tier_size), "--tier-size", tier_size),
                 tier_ttl_s=None if tier_ttl is None else parse_duration_s(tier_ttl),
                 lease_s=parse_duration_s(lease),
                 drain_s=parse_duration_s(drain),
                 lock_memory=lock_memory,
                 numa_node=numa_node,
             )
-            _check_memory(settings.pool_bytes, memory)
+            _check_memory(settings.pool_bytes)
             for url in settings.tiers:
                 _check_tier(url, settings.folder)
             if numa_node is not None and numa_node not in (nodes := online_nodes()):
@@ -166,11 +167,20 @@ def _check_tier(url: str, folder: Path) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
 
-def _check_memory(pool_bytes: int, said: str) -> None:
-    if pool_bytes < LEAST_POOL_BYTES:
+def _room(num_bytes: int, option: str, said: str) -> int:
+    """The bytes, if an object may fit.
+
+    Raises:
+        ValueError: they are too few.
+    """
+    if num_bytes < LEAST_POOL_BYTES:
         raise ValueError(
-            f"--memory must be at least {LEAST_POOL_BYTES >> 10} KiB, with a unit such as 64GiB; got {said!r}"
+            f"{option} must be at least {LEAST_POOL_BYTES >> 10} KiB, with a unit such as 64GiB; got {said!r}"
         )
+    return num_bytes
+
+
+def _check_memory(pool_bytes: int) -> None:
     space = os.statvfs("/dev/shm")
     if pool_bytes > space.f_bavail * space.f_frsize:
         raise ValueError(

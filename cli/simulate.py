@@ -68,7 +68,7 @@ HEADS: Final = (
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command()(simulate)
+    app.command(short_help="Runs one setting beside the usual others: does it pay?")(simulate)
 
 
 def simulate(

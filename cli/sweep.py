@@ -73,7 +73,7 @@ NumberT = TypeVar("NumberT", int, float)
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command()(sweep)
+    app.command(short_help="Says whether to turn it on at your point, and where it pays.")(sweep)
 
 
 def sweep(
@@ -95,7 +95,10 @@ def sweep(
         typer.Option(help="Columns: transfer over computing time, between commas; default: 20 over all in reach."),
     ] = None,
     strategy: Annotated[
-        list[str] | None, typer.Option(help="order/width/release or auto to try; repeat it. Default: the usual ones.")
+        list[str] | None,
+        typer.Option(
+            metavar="STRATEGY", help="order/width/release or auto to try; repeatable. Default: the usual ones."
+        ),
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests per user at your point.")] = 10,
     repeats: Annotated[int, typer.Option(help="Repeats with other seeds at your point.")] = 3,

@@ -16,14 +16,15 @@ from lamella.cli._refusal import refuse_bad_input
 
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
-    app.command()(validate)
+    app.command(short_help="Holds the model's predictions against recorded runs.")(validate)
 
 
 def validate(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="Recorded runs, JSON lines of benchmarks/concurrency/measure.py, also as .xz; several of one engine."
+            metavar="RESULTS",
+            help="Recorded runs, JSON lines of benchmarks/concurrency/measure.py, also as .xz; several of one engine.",
         ),
     ],
     split: Annotated[

@@ -32,7 +32,7 @@ DEFAULT_KV, DEFAULT_ELEMENT_BYTES, DEFAULT_BLOCK_TOKENS = 2, 2, 16
 def register(app: typer.Typer) -> None:
     """Adds the verb."""
 
-    @app.command()
+    @app.command(short_help="Checks that every slice width leaves exactly the right bytes.")
     def verify(
         model: Annotated[str | None, typer.Option(help=f"A shipped cache shape: {', '.join(MODELS)}.")] = None,
         layers: Annotated[int | None, typer.Option(help="Geometry in place of a model: layers of the stage.")] = None,
@@ -46,7 +46,12 @@ def register(app: typer.Typer) -> None:
         form: Annotated[str, typer.Option(help="Of the objects: token or block.")] = "token",
         width: Annotated[
             list[str] | None,
-            typer.Option("--width", "--widths", help="Layers per slice or a schedule such as 1,1,2,4; repeatable."),
+            typer.Option(
+                "--width",
+                "--widths",
+                metavar="WIDTH",
+                help="Layers per slice, or 1,1,2,4; repeatable.",
+            ),
         ] = None,
         device: Annotated[str, typer.Option(help="cpu (the best executor), numpy, engine (on a CPU), cuda.")] = "cpu",
         threads: Annotated[int, typer.Option(help="Of the native executor.")] = 2,
@@ -61,7 +66,7 @@ def register(app: typer.Typer) -> None:
         seed: Annotated[int, typer.Option(help="Of bytes, block tables and addresses.")] = 0,
         as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     ) -> None:
-        """Check that every slice width leaves exactly the bytes it must, on a cache of real size."""
+        """Checks that every slice width leaves exactly the bytes it must, on a cache of real size."""
         started = time.perf_counter_ns()
         with refuse_bad_input():
             if model is None:

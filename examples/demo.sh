@@ -35,11 +35,12 @@ echo
 for shape in "llama-3.1-70b --tensor-parallel 8" "qwen3-32b --tensor-parallel 4 --layout kv-nb-h-bs-d" \
     "deepseek-v3" "gemma-3-27b --tensor-parallel 8"; do
     read -ra options <<<"$shape"
+    printf '%-62s ' "--model $shape" # now: what follows takes some seconds
     if ! report=$(lamella verify --model "${options[@]}" --width 1 --width 8); then
-        echo "$report"
+        printf '\n%s\n' "$report"
         exit 1
     fi
-    printf '%-62s %s\n' "--model $shape" "$(tail -n 1 <<<"$report")"
+    tail -n 1 <<<"$report"
 done
 
 title "Before deploying: does it pay in this regime? (lamella simulate)"
@@ -54,9 +55,11 @@ if [ -n "${LAMELLA_TRACE:-}" ]; then
 else
     echo "LAMELLA_TRACE names no trace, so this is a small generated sample of conversations, not real traffic"
 fi
-lamella replay --json "$out/replay.json"
+lamella replay --json "$out/replay.json" --html "$out/replay.html"
 
 title "Written"
+printf 'pages (all of a result, with its pictures):\n'
+find "$out" -name '*.html' -printf '  %p\n' | sort
 printf 'pictures:\n'
 find "$out" -name '*.png' -printf '  %p\n' | sort
 printf 'data:\n'

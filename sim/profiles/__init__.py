@@ -30,7 +30,8 @@ def load_profile(name: str = DEFAULT_PROFILE) -> DeviceProfile:
     try:
         text = Path(name).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read the profile {name}: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"cannot read the profile {name}: {why}") from error
     return parse_profile(text, name)
 
 

@@ -97,13 +97,31 @@ def test_wrong_bytes_end_the_run_instead_of_giving_a_figure(monkeypatch: pytest.
         (["--device", "cpu", "--json", "/"], "/: Is a directory"),
         (["--device", "cpu", "--beside", "idle,lunch"], "beside names idle, here, elsewhere, got lunch"),
         (["--device", "cpu", "--json", "/no/such/folder/x.json"], "/no/such/folder/x.json: No such file"),
-        (["--device", "cpu", "--profile", "/no/such/profile.json"], "cannot read the profile"),
+        (["--device", "cpu", "--profile", "/no/such/profile.json"], "profile.json: No such file or directory"),
     ],
 )
 def test_bad_input_is_refused_in_a_sentence_before_anything_is_measured(arguments: list[str], message: str) -> None:
     result = _run(*arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--side", "both"], "Error: Invalid value: side is worker or server, got 'both'"),
+        (["--form", "word"], "Error: Invalid value: form is token or block, got 'word'"),
+        (
+            ["--folder", "/no/such/folder"],
+            "Error: Invalid value: no server to measure: /no/such/folder: No such file or directory; start one with "
+            "`lamella serve`",
+        ),
+    ],
+)
+def test_a_server_that_cannot_be_measured_is_one_sentence(arguments: list[str], message: str) -> None:
+    result = CliRunner().invoke(build_app(), ["bench", "server", "--device", "cpu", "--size", "1MiB", *arguments])
+    assert result.exit_code == 2, result.output
+    assert result.output.strip().splitlines()[-1] == message
 
 
 @pytest.mark.parametrize("text", ["", "0", "1.5GiB", "GiB", "-1", "12 parsecs", "１GiB"])

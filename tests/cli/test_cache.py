@@ -139,6 +139,7 @@ def test_files_that_are_not_objects_are_left_alone(tmp_path: Path) -> None:
     ("url", "code", "reason"),
     [
         ("/no/such/folder", 2, "there is no folder"),
+        (__file__, 2, "is a file, and a tier is a folder or a URL: name the folder it lies in"),
         ("ftp://host/kv", 2, "a tier's URL begins with one of"),
         ("s3://bucket?colour=blue", 2, "got 'colour'"),
         ("s3://bucket?endpoint=host:9000", 2, "got 'host:9000'"),

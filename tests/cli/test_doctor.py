@@ -1,6 +1,7 @@
 """`lamella doctor` exits with 0 whatever it finds, and says for everything missing what would change that."""
 
 import json
+from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner
@@ -46,3 +47,22 @@ def test_the_lines_and_the_json_hold_the_same_names() -> None:
     lines = _run()
     for finding in json.loads(_run("--json"))["findings"]:
         assert finding["name"] in lines
+
+
+def test_a_finding_is_said_before_the_next_is_looked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+
+    def examine() -> Iterator[Finding]:
+        yield Finding("cores", State.YES, "2 usable of 2")
+        said.append(capsys.readouterr().out)  # while torch, say, is loaded
+        yield Finding("torch", State.YES, "2.13.0")
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    doctor._print_lines(doctor.examine())
+    assert [line.split()[1] for line in said] == ["cores"]
+
+
+def test_the_longest_name_has_its_column() -> None:
+    assert max(len(finding.name) for finding in doctor.examine()) == doctor.NAME_WIDTH

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,3 +85,24 @@ def test_a_reader_that_has_gone_is_no_traceback(tmp_path: Path) -> None:
         said = process.stderr.read()
     assert process.returncode == 1
     assert b"Traceback" not in said
+
+
+@pytest.mark.parametrize("group", [(), ("bench",), ("cache",)], ids=["lamella", "bench", "cache"])
+def test_help_says_of_every_verb_what_it_does_in_a_line_that_is_not_cut(group: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [*COMMAND, *group, "--help"], env={**os.environ, "COLUMNS": "80"}, capture_output=True, text=True, check=True
+    )
+    verbs = done.stdout.partition("Commands:\n")[2].splitlines()
+    assert len(verbs) > 1
+    for verb in verbs:
+        assert re.fullmatch(r"  [a-z]+ +[A-Z].*[.?]", verb), verb
+        assert not verb.endswith("..."), verb
+
+
+@pytest.mark.parametrize(
+    ("verb", "named"), [("replay", "[TRACE]"), ("validate", "{RESULTS}..."), ("sweep", "STRATEGY")]
+)
+def test_help_calls_what_a_verb_takes_by_the_documents_names(verb: str, named: str) -> None:
+    done = subprocess.run([*COMMAND, verb, "--help"], capture_output=True, text=True, check=True)
+    assert named in done.stdout
+    assert "list[str]" not in done.stdout

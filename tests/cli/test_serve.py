@@ -21,6 +21,10 @@ from lamella.cli.main import build_app
         (["--tier", "/dev/null/x"], "/dev/null/x: Not a directory"),
         (["--tier", "/tmp", "--tier", "/tmp"], "a tier stands behind another, and none behind itself; got /tmp, /tmp"),
         (["--memory", "64"], "--memory must be at least 64 KiB, with a unit such as 64GiB; got '64'"),
+        (
+            ["--tier", "/tmp", "--tier-size", "200"],
+            "--tier-size must be at least 64 KiB, with a unit such as 64GiB; got",
+        ),
         (["--memory", "900000TiB"], "/dev/shm has"),
         (["--tier-ttl", "7d"], "--tier-size and --tier-ttl limit --tier, which is not given"),
         (["--tier-size", "1GiB"], "--tier-size and --tier-ttl limit --tier, which is not given"),
