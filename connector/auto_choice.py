@@ -54,8 +54,7 @@ class AutoChoice:
         self.forecast = StepForecast(settings, facts)
         """What it takes for true."""
         self._policy = self.forecast.policy
-        single = len(facts.block_tokens) == 1
-        self._can = Abilities(early=single, sync=single)
+        self._can = Abilities(early=not facts.is_taken_back_whole, sync=not facts.is_taken_back_whole)
         self._before_batch = settings.before_batch
         self._facts = facts
         self._metrics = metrics

@@ -18,6 +18,7 @@ class EngineFacts:
         space: key space of the engine, whatever the rank.
         prefix_caching: whether the engine itself shares blocks between requests.
         windows: tokens of each group's sliding window, None where blocks are kept to the end; fewer entries: as None.
+        recomputes_windows: a failed load is computed anew, and there are windows.
         null_block: id of the block that stands for none.
         token_budget: most tokens in a step; None where nobody said.
         steps_ahead: whether the next step is scheduled while one computes.
@@ -31,8 +32,17 @@ class EngineFacts:
     space: KeySpace
     prefix_caching: bool = True
     windows: tuple[int | None, ...] = ()
+    recomputes_windows: bool = False
     null_block: int = 0
     token_budget: int | None = None
     steps_ahead: bool = False
     refusal: str = ""
     engine: str = ""
+
+    @property
+    def is_taken_back_whole(self) -> bool:
+        """Whether a load that fails is taken back as a whole, before anybody has run on it, and loads are released so.
+
+        Of several groups vLLM takes back no part; where a window slides, what comes before the part would be gone.
+        """
+        return len(self.block_tokens) > 1 or self.recomputes_windows

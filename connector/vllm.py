@@ -96,7 +96,7 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         self.settings = ConnectorSettings.from_mapping(extra)
         check_engine(vllm_config, self.settings)
-        refusal = why_refused(kv_cache_config, reports_requests=_RESULTS is not None)
+        refusal = why_refused(vllm_config, kv_cache_config, reports_requests=_RESULTS is not None)
         if refusal:
             _log.warning("nothing is stored or loaded: %s", refusal)
         self.scheduler: SchedulerSide | None = None
@@ -144,13 +144,17 @@ class LamellaConnector(KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[mi
         if not self._refused:
             facts = replace(self._rank_facts, full_graphs=full_graphs(self._vllm_config))
             if self.settings.before_batch:
-                self._hear_first(several_groups=len(facts.groups) > 1)
+                self._hear_first(released_whole=facts.is_taken_back_whole)
             self.worker = self._worker_side(self.settings, facts, kv_caches, self._rules, self._engine_options)
 
-    def _hear_first(self, *, several_groups: bool) -> None:
+    def _hear_first(self, *, released_whole: bool) -> None:
         """A step's orders are seen before its batch is prepared, where a load can join its step."""
-        if several_groups or not (self.settings.use_layerwise or self.settings.is_auto):
-            why = "of several KV cache groups" if several_groups else "unless use_layerwise is set, or auto chooses it"
+        if released_whole or not (self.settings.use_layerwise or self.settings.is_auto):
+            why = (
+                "where loads are released whole"
+                if released_whole
+                else "unless use_layerwise is set, or auto chooses it"
+            )
             _log.warning("before_batch changes nothing: no load joins the step of its request %s", why)
         elif getattr(self._vllm_config, "use_v2_model_runner", False):
             tell_second_runner_first(LamellaConnector)

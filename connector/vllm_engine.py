@@ -128,20 +128,31 @@ def check_stands_alone(connector: object) -> None:
         )
 
 
-def why_refused(kv_cache_config: Any, reports_requests: bool) -> str:
+def why_refused(vllm_config: Any, kv_cache_config: Any, *, reports_requests: bool) -> str:
     """Why nothing can be loaded into these caches, or "".
 
     Args:
-        kv_cache_config: vLLM's.
+        vllm_config, kv_cache_config: vLLM's.
         reports_requests: whether the engine can be told of a failed load by request instead of by block.
     """
+    if getattr(vllm_config, "diffusion_config", None) is not None:
+        return "a diffusion model writes the KV of tokens more than once"
     groups = kv_cache_config.kv_cache_groups
     for group in groups:
         kind = type(group.kv_cache_spec).__name__
         if kind not in _ATTENTION:
             return f"a KV cache group of kind {kind} is not supported; known: {', '.join(sorted(_ATTENTION))}"
+        if getattr(group.kv_cache_spec, "non_causal", False):
+            return "its attention looks ahead (non_causal): a token's KV does not follow from those before it"
+        if (states := getattr(group.kv_cache_spec, "tokens_per_state", 1)) != 1:
+            return f"{states} tokens share a state (tokens_per_state), where a state for each is supported"
     if len(groups) > 1 and not reports_requests:
         return "this vLLM cannot be told of a failed load where there are several KV cache groups; 0.32 can"
+    if _recomputes_windows(vllm_config, groups) and not reports_requests:
+        return (
+            "this vLLM computes a part of a failed load anew, and a sliding window has left behind what comes before: "
+            "use kv_load_failure_policy fail"
+        )
     return ""
 
 
@@ -149,13 +160,7 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
     """What the scheduler side must know."""
     groups = kv_cache_config.kv_cache_groups
     block_tokens = tuple(group.kv_cache_spec.block_size for group in groups)
-    if len(groups) > 1 and not refusal and settings.waits_in_forward:
-        _log.warning(
-            "released when all of the KV has landed: with %d KV cache groups vLLM cannot take back a request whose "
-            "load fails after release",
-            len(groups),
-        )
-    return EngineFacts(
+    facts = EngineFacts(
         block_tokens=block_tokens,
         token_bytes=sum(
             len(group.layer_names) * group.kv_cache_spec.page_size_bytes // group.kv_cache_spec.block_size
@@ -167,9 +172,24 @@ def engine_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSett
         prefix_caching=bool(vllm_config.cache_config.enable_prefix_caching),
         token_budget=int(vllm_config.scheduler_config.max_num_batched_tokens),
         steps_ahead=bool(getattr(vllm_config.scheduler_config, "async_scheduling", False)),
+        recomputes_windows=_recomputes_windows(vllm_config, groups),
         refusal=refusal,
         engine=_engine_name(vllm_config),
     )
+    if facts.is_taken_back_whole and not refusal and settings.waits_in_forward:
+        why = f"{len(groups)} KV cache groups" if len(groups) > 1 else "sliding windows and the policy recompute"
+        _log.warning(
+            "released when all of the KV has landed: with %s vLLM cannot take back a request whose load fails after "
+            "release",
+            why,
+        )
+    return facts
+
+
+def _recomputes_windows(vllm_config: Any, groups: Any) -> bool:
+    """Whether vLLM would compute a failed part of a load over what the window before it has left behind."""
+    recomputes = vllm_config.kv_transfer_config.kv_load_failure_policy == "recompute"
+    return recomputes and any(_window_of(group.kv_cache_spec) is not None for group in groups)
 
 
 def _window_of(spec: Any) -> int | None:
@@ -201,6 +221,7 @@ def rank_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettin
         space,
         rank,
         first_layer,
+        is_taken_back_whole=len(groups) > 1 or _recomputes_windows(vllm_config, kv_cache_config.kv_cache_groups),
         engine=_engine_name(vllm_config),
         rank=rank,
         num_ranks=parallel.world_size,

@@ -64,6 +64,8 @@ class SchedulerSide:
         self._keys = RequestKeys(facts.space)
         self._blocks = BatchBlocks(facts.block_tokens)
         self._pool: Any = None  # the engine's block pool
+        # with windows a load ends with a chunk: when that is stored, all is there that is asked for at its end
+        self._unit = facts.space.chunk_tokens if any(facts.windows) else math.lcm(*facts.block_tokens)
         self._requests: dict[str, Any] = {}
         self._local_hits: dict[str, int] = {}
         self._failed: set[str] = set()
@@ -72,7 +74,7 @@ class SchedulerSide:
         self._new_loads: list[LoadOrder] = []
         self._cancels: list[int] = []
         self._released: list[int] = []
-        self._releases_whole = len(facts.block_tokens) > 1
+        self._releases_whole = facts.is_taken_back_whole
         self._last_number = -1
         self.stores = ChunkStores(
             facts, self.objects, self._keys, self._blocks, self.book, self._requests, self.metrics, self._number
@@ -112,8 +114,7 @@ class SchedulerSide:
             return None, False
         num_tokens = hits * size
         if self._rules.whole_blocks:
-            unit = math.lcm(*self._facts.block_tokens)
-            num_tokens = min(num_tokens, (request.num_tokens - 1) // unit * unit)
+            num_tokens = min(num_tokens, (request.num_tokens - 1) // self._unit * self._unit)
         wanted = max(0, num_tokens - local_hit)
         if not wanted:
             self.objects.let_go(name)
@@ -135,8 +136,8 @@ class SchedulerSide:
 
     @property
     def _joins_step(self) -> bool:
-        """Whether loads are synchronous; never with several groups, whose late failures cannot be reported."""
-        return self._settings.use_layerwise and len(self._facts.block_tokens) == 1
+        """Whether loads are synchronous; never where late failures cannot be reported."""
+        return self._settings.use_layerwise and not self._facts.is_taken_back_whole
 
     def _is_coming(self, keys: Sequence[ChunkKey]) -> bool:
         """Whether a load that nobody can hit yet brings some of these chunks: the request waits for it.

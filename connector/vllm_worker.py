@@ -49,6 +49,7 @@ class RankFacts:
         tp_rank: this rank's share of the heads.
         first_layer: model layer of this stage's first.
         full_graphs: batches that are replayed as one captured graph: "", "decode" or "any".
+        is_taken_back_whole: as the scheduler side's, see `EngineFacts`.
         engine: name of the engine, the same for all of its ranks and no other's.
         rank, num_ranks: counted over the engine.
     """
@@ -58,6 +59,7 @@ class RankFacts:
     tp_rank: int
     first_layer: int
     full_graphs: str = ""
+    is_taken_back_whole: bool = False
     engine: str = ""
     rank: int = 0
     num_ranks: int = 1
@@ -136,7 +138,7 @@ class WorkerSide:
         if settings.needs_forecast:
             sees_landings = self.mover.engine is not None  # a server that moves them is looked at once a step
             self._observations = Observations(marks_of(self._device), sees_landings=sees_landings)
-        self._several_groups = len(facts.groups) > 1
+        self._by_request = facts.is_taken_back_whole or len(facts.groups) > 1
         self._layerwise = choice.layerwise
         self.captured: CapturedWaits | None = None
         """Waits inside captured graphs, where they are asked for."""
@@ -160,7 +162,7 @@ class WorkerSide:
             self._stream,
             rules,
             self.metrics,
-            self._several_groups,
+            self._by_request,
             self.mover.executor,
             observer=self._observations,
             captured=self.captured,
@@ -299,7 +301,7 @@ class WorkerSide:
         self._take_in()
         received, self._received = self._received, set()
         failed, self._failed_requests = self._failed_requests, set()
-        return received, failed if self._several_groups else set()
+        return received, failed if self._by_request else set()
 
     def errors(self) -> set[int]:
         """Blocks whose load failed, to report in this step."""

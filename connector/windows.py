@@ -2,12 +2,11 @@
 
 An engine frees a block as soon as the window of the next token lies behind it, and tells a connector nothing of that:
 the ids that the connector was given once stand in its tables, while somebody else's KV comes into the blocks. A load
-asks for no more than the window at its own end, and loads end with a chunk, or at most a block before that.
+asks for no more than the window at its own end, and where there are windows it ends with a chunk.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from lamella.connector.step_orders import BlockTables
@@ -25,7 +24,7 @@ class Windows:
     >>> windows = Windows((4,), (8,), 16, 0)
     >>> windows.left(((5, 6, 7, 8, 9),), 17)  # the window of token 17 begins with token 10
     ((0, 0, 7, 8, 9),)
-    >>> windows.lacks(((0, 6, 7, 8),), 0), windows.lacks(((0, 0, 7, 8),), 0)  # a load of 12 tokens asks for tokens 5 on
+    >>> windows.lacks(((0, 0, 7, 8),), 0), windows.lacks(((0, 0, 0, 8),), 0)  # a load of 16 tokens asks for tokens 9 on
     (False, True)
     """
 
@@ -35,7 +34,6 @@ class Windows:
         self._block_tokens = tuple(block_tokens)
         self._windows = (*window_tokens, *[None] * (len(block_tokens) - len(window_tokens)))
         self._chunk_tokens = chunk_tokens
-        self._unit = math.lcm(*block_tokens)
         self._null_block = null_block
 
     def left(self, tables: BlockTables, computed: int) -> BlockTables:
@@ -57,8 +55,8 @@ class Windows:
         return False
 
     def _first_wanted(self, token: int, size: int, window: int | None) -> int:
-        """The first block of a sequence that a load which ends in this token's chunk can ask for."""
-        end = (token // self._chunk_tokens + 1) * self._chunk_tokens - self._unit
+        """The first block of a sequence that a load which ends with this token's chunk asks for."""
+        end = (token // self._chunk_tokens + 1) * self._chunk_tokens
         return 0 if window is None else max(0, end - window + 1) // size
 
     def named(self, tables: Iterable[Sequence[int]], skip_tokens: int) -> set[int]:

@@ -45,7 +45,7 @@ class WorkerLoads:
         stream: the stream that is computing now.
         rules: all of them, outside tests.
         metrics: counts and times.
-        several_groups: the engine cannot report blocks: errors are reported by request, before release.
+        by_request: the engine takes no part of a load back: errors are reported by request, before release.
         executor: begins loads; by default the caller's thread does.
         observer: measures loads; None if nobody asks.
         captured: waits inside captured graphs, where they are asked for.
@@ -62,7 +62,7 @@ class WorkerLoads:
         stream: Callable[[], int],
         rules: SafetyRules,
         metrics: Metrics,
-        several_groups: bool = False,
+        by_request: bool = False,
         executor: Executor | None = None,
         observer: LoadObserver | None = None,
         captured: CapturedWaits | None = None,
@@ -76,7 +76,7 @@ class WorkerLoads:
         self._stream = stream
         self._rules = rules
         self._metrics = metrics
-        self._several_groups = several_groups
+        self._by_request = by_request
         self._observer = observer
         self._captured = captured
         self._executor = executor or AtOnce()
@@ -285,7 +285,7 @@ class WorkerLoads:
             found.failed.add(load.order.request)
 
     def _may_run(self, load: Load, transfer: Arriving) -> bool:
-        if self.hooks_bypassed or self._several_groups:
+        if self.hooks_bypassed or self._by_request:
             return False
         policy = self._release if load.order.plan is None else load.order.plan.release
         number = load.order.number  # the link has what was ordered later still to carry
@@ -301,7 +301,7 @@ class WorkerLoads:
             reported, self.bad_blocks = reported | self.bad_blocks, set()
         if reported:
             self._metrics.count("errors_reported")
-        return set() if self._several_groups else reported
+        return set() if self._by_request else reported
 
     def spoils(self, tables: tuple[tuple[int, ...], ...]) -> bool:
         """Whether something computed over these blocks may be wrong."""

@@ -72,9 +72,18 @@ def test_a_store_reads_no_block_of_others_and_has_all_that_a_load_can_ask_for(
             read = table[store.skip_tokens // BLOCK :]
             assert not engine.gone & set(read)
             for chunk in range(store.first_chunk, store.num_tokens // CHUNK):
-                first_wanted = max(0, (chunk + 1) * CHUNK - BLOCK - window + 1) // BLOCK
+                first_wanted = max(0, (chunk + 1) * CHUNK - window + 1) // BLOCK
                 wanted = range(max(first_wanted, chunk * CHUNK // BLOCK), (chunk + 1) * CHUNK // BLOCK)
                 assert all(table[index] == engine.table[index] for index in wanted)
+
+
+@given(st.integers(1, 24), st.integers(1, 20))
+def test_what_is_stored_when_it_is_complete_lacks_nothing(window: int, num_tokens: int) -> None:
+    engine = Sliding(window, num_tokens=num_tokens)
+    stores = [order for count in (num_tokens, *[1] * 30) for order in engine.step(count)]
+    assert sum(len(order.slots) for order in stores) == (num_tokens + 30) // CHUNK
+    asks = Request("b", engine.request.all_token_ids[: engine.computed // CHUNK * CHUNK])
+    assert engine.side.matched_tokens(asks, 0)[0] == (asks.num_tokens - 1) // CHUNK * CHUNK
 
 
 def test_a_chunk_that_waited_for_room_until_its_window_was_past_is_not_stored() -> None:
@@ -88,6 +97,18 @@ def test_what_no_load_asks_for_may_be_gone() -> None:
     engine = Sliding(2, num_tokens=CHUNK)
     stores = [order for count in (BLOCK, BLOCK, CHUNK) for order in engine.step(count)]
     assert [(order.first_chunk, order.blocks) for order in stores] == [(0, ((1, 2),)), (1, ((0, 2, 3, 4),))]
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_where_a_failed_load_is_computed_anew_over_a_window_no_load_joins_its_step(recomputes: bool) -> None:
+    """It would have to be taken back in part, over blocks that the window has left behind."""
+    facts = EngineFacts((BLOCK,), 64, 1, SPACE, windows=(CHUNK,), recomputes_windows=recomputes)
+    for settings in ({"layers_per_slice": 1, "use_layerwise": True}, {"layers_per_slice": "auto"}):
+        side = SchedulerSide(ConnectorSettings(**settings), facts)
+        assert side._joins_step is (not recomputes and "use_layerwise" in settings)
+        assert side._releases_whole is recomputes
+        if side._auto is not None:
+            assert (side._auto._can.early, side._auto._can.sync) == (not recomputes, not recomputes)
 
 
 @pytest.mark.parametrize("group", [0, 1])

@@ -86,8 +86,8 @@ def test_nobody_is_told_where_there_is_no_connector_or_another_one_or_no_orders(
     [
         ({}, 1, "unless use_layerwise is set, or auto chooses it"),
         ({"release": "whole"}, 1, "unless use_layerwise is set"),
-        ({"layers_per_slice": "auto"}, 2, "of several KV cache groups"),
-        ({"use_layerwise": True}, 2, "of several KV cache groups"),
+        ({"layers_per_slice": "auto"}, 2, "where all are released whole"),
+        ({"use_layerwise": True}, 2, "where all are released whole"),
         ({"use_layerwise": True}, 1, ""),
         ({"use_layerwise": True, "layers_per_slice": 0}, 1, ""),
         ({"layers_per_slice": "auto"}, 1, ""),
@@ -103,7 +103,7 @@ def test_where_no_load_can_join_its_step_that_is_said_and_nothing_is_wrapped(
     side.settings = ConnectorSettings.from_mapping({"layers_per_slice": 1, **settings, "before_batch": True})
     side._vllm_config = SimpleNamespace(use_v2_model_runner=True)
     with caplog.at_level(logging.WARNING, "lamella"):
-        side._hear_first(several_groups=groups > 1)
+        side._hear_first(released_whole=groups > 1)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == bool(why)
     assert all(one.startswith("before_batch changes nothing: ") and why in one for one in said)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
 from lamella.connector.vllm_engine import why_refused
 from lamella.reference.plan import Direction
@@ -33,6 +35,22 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveEngine]:
     live.close()
 
 
+def refusal(groups: list[Any], reports_requests: bool = True, policy: str = "fail", **engine: Any) -> str:
+    transfer = SimpleNamespace(kv_load_failure_policy=policy)
+    caches = SimpleNamespace(kv_cache_groups=groups)
+    return why_refused(
+        SimpleNamespace(kv_transfer_config=transfer, **engine), caches, reports_requests=reports_requests
+    )
+
+
+def test_a_window_whose_failed_load_would_be_computed_in_part_is_refused_where_it_cannot_be_taken_back_whole() -> None:
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32, sliding_window=64)
+    groups = [SimpleNamespace(kv_cache_spec=window)]
+    assert "use kv_load_failure_policy fail" in refusal(groups, reports_requests=False, policy="recompute")
+    assert refusal(groups, reports_requests=True, policy="recompute") == ""
+    assert refusal(groups, reports_requests=False) == ""
+
+
 @pytest.mark.known_fault(65)
 def test_states_of_a_recurrent_group_are_never_stored_whatever_block_they_lie_in() -> None:
     """A speculating engine relocates them: a block that holds a state in one step is a scratch block in the next."""
@@ -40,8 +58,22 @@ def test_states_of_a_recurrent_group_are_never_stored_whatever_block_they_lie_in
     states = MambaSpec(block_size=32, shapes=((8, 8),), dtypes=(torch.float32,))
     groups = [SimpleNamespace(kv_cache_spec=spec) for spec in (attention, states)]
     for reports_requests in (False, True):
-        assert "MambaSpec is not supported" in why_refused(SimpleNamespace(kv_cache_groups=groups), reports_requests)
-    assert why_refused(SimpleNamespace(kv_cache_groups=groups[:1]), True) == ""
+        assert "MambaSpec is not supported" in refusal(groups, reports_requests)
+    assert refusal(groups[:1]) == ""
+
+
+def test_attention_that_looks_ahead_or_packs_tokens_stores_nothing() -> None:
+    """Of prompts of a prefix language model a chunk's KV depends on what comes behind the chunk."""
+    causal = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.float32)
+    if not hasattr(causal, "non_causal"):
+        pytest.skip("this vLLM has no such attention")
+    groups = [SimpleNamespace(kv_cache_spec=replace(causal, non_causal=looks_ahead)) for looks_ahead in (False, True)]
+    assert refusal(groups[:1]) == ""
+    assert "looks ahead (non_causal)" in refusal(groups)
+    if hasattr(causal, "tokens_per_state"):
+        few = [SimpleNamespace(kv_cache_spec=replace(causal, tokens_per_state=4))]
+        assert "4 tokens share a state" in refusal(few)
+    assert "more than once" in refusal(groups[:1], diffusion_config=object())
 
 
 @pytest.mark.skipif(CAN_BE_TOLD, reason="this vLLM can be told of a failed load")
@@ -62,7 +94,7 @@ def test_two_groups_are_exact_and_released_whole(hybrid: LiveEngine) -> None:
         computed = hybrid.stored(tokens)
         loaded = hybrid.generate(tokens)
         assert loaded.same(computed), length
-        assert loaded.cached == min(length // 64 * 64, (length - 1) // 32 * 32)
+        assert loaded.cached == (length - 1) // 64 * 64  # whole chunks, where there are windows
     assert hybrid.worker.metrics.total("released_early") == 0
     assert hybrid.worker.metrics.total("loads_layerwise") == 3
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -181,8 +180,8 @@ def test_loads_beyond_the_bound_wait_in_the_queue_and_all_finish(engine: LiveEng
     engine.forget_blocks()
     computed = [engine.generate(tokens) for tokens in prompts]
     engine.forget_blocks()
-    before = engine.side._settings
-    engine.side._settings = replace(before, max_loads=1)
+    room = engine.side.room
+    before, room._most_loads = room._most_loads, 1
     try:
         for number, tokens in enumerate(prompts):
             engine.add(f"r{number}", tokens)
@@ -196,7 +195,7 @@ def test_loads_beyond_the_bound_wait_in_the_queue_and_all_finish(engine: LiveEng
                 engine.land(load)
         answers = engine.finish("r0", "r1", "r2")
     finally:
-        engine.side._settings = before
+        room._most_loads = before
     assert most == 1
     assert all(answer.same(right) for answer, right in zip(answers, computed, strict=True))
     assert engine.side.metrics.total("bound_waits") > 0
