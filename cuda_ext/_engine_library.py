@@ -22,9 +22,6 @@ _REAPER_WAKES_NS = 3_600_000_000_000
 TIMEOUT, STOPPED = 4, 5
 """Statuses of the functions that wait."""
 
-FAULT_ISSUED, FAULT_COMPLETED, FAULT_LOST = 0, 1, 2
-"""`lm_fault`."""
-
 OnDrained = ctypes.CFUNCTYPE(None, c_void_p, c_uint64)
 """`on_drained` of a submission; called on the lane's native thread."""
 

@@ -35,7 +35,7 @@ from lamella.reference.slices import Slice
 
 __all__ = ["LaneStatus", "RegisteredCache", "TransferEngine"]
 
-DEFAULT_STAGING_BYTES = 256 << 20
+DEFAULT_STAGING_BYTES = 64 << 20
 DEFAULT_WINDOW_BYTES = 16 << 20
 """Copies pause about 3.5 µs between windows (measured on an H200), so a window is 0.3 ms of wire."""
 
@@ -71,9 +71,7 @@ class TransferEngine:
         num_layers: most layers of a stage that will be registered.
         staging_bytes: the staging ring that both directions share; all device memory the engine takes but a little.
         window_bytes: bytes that move as one; at least a block of a layer. A cancel takes effect within one.
-        in_flight_bytes: bound on bytes enqueued that have not left the wire, a direction. Those that have left it and
-            wait for a kernel to scatter them are bounded by the ring alone, which by default holds what moves in four
-            milliseconds: kernels that fill the device keep a scatter waiting, and the wire must not wait with it.
+        in_flight_bytes: bound on bytes enqueued at the device, a direction.
         turn_bytes: bytes that a lane copies, in whole windows, until copies that others have enqueued on the same
             device come in between; 0: they wait until the lane has nothing to copy, which can be very long.
         carrier: how streams learn that a slice has landed.
@@ -344,12 +342,9 @@ class TransferEngine:
         """Paced CPU device: lets that many more windows of the direction move."""
         self._call("lm_engine_grant", _DIRECTIONS[direction], windows)
 
-    def plant_fault(
-        self, direction: Direction, window: int, *, on_completion: bool = False, device_lost: bool = False
-    ) -> None:
-        """For tests: the direction's window of that number, counted from the first, fails, or the device at it."""
-        when = abi.FAULT_LOST if device_lost else abi.FAULT_COMPLETED if on_completion else abi.FAULT_ISSUED
-        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, when)
+    def plant_fault(self, direction: Direction, window: int, *, on_completion: bool = False) -> None:
+        """For tests: the direction's window of that number, counted from the first, fails."""
+        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, int(on_completion))
 
     # ---- the end
 

@@ -79,7 +79,6 @@ class CudaChannel final : public Channel {
       enqueue(*window);
     } catch (const DeviceFailure&) {
       clock_.reset();  // it may start with a mark that was never recorded
-      apart_ = true;   // a part of the window may be on either stream
       throw;
     }
   }
@@ -122,12 +121,9 @@ class CudaChannel final : public Channel {
       copy(window);
     } else if (staged && retrieve) {
       copy(window);  // staging may fill before the fence; blocks are touched behind it (XFER-3)
-      const auto left = std::make_shared<CudaPoint>(std::make_shared<Event>(marks_));
-      LM_REQUIRE(cudaEventRecord(left->event(), copy_));
       if (window.first) prepare_kernels(transfer);
-      LM_REQUIRE(cudaStreamWaitEvent(kernel_, left->event(), 0));
+      join(copy_, kernel_);
       scatter(window);
-      window.left = left;
     } else {
       if (window.first) prepare_kernels(transfer);
       staged ? scatter(window) : gather(window);
@@ -135,7 +131,7 @@ class CudaChannel final : public Channel {
       if (staged) copy(window);
     }
     const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
-    apart_ = apart_ || (direct && retrieve);
+    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
     if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
     window.mark = mark;
@@ -164,11 +160,11 @@ class CudaChannel final : public Channel {
   // The stream that everything of this lane is behind, once tails are joined.
   cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
 
-  // Direct retrieves end on the copy stream, and a window that failed on any; marks and words go behind both.
+  // Direct retrieves end on the copy stream; marks and words go behind both.
   void join_tails() {
-    if (!apart_) return;
-    join(direction_ == LM_RETRIEVE ? copy_ : kernel_, tail());
-    apart_ = false;
+    if (!copy_is_ahead_) return;
+    join(copy_, kernel_);
+    copy_is_ahead_ = false;
   }
 
   // `later` goes on behind what `earlier` was given so far. A wait means the event as recorded when it was enqueued, so
@@ -225,9 +221,6 @@ class CudaChannel final : public Channel {
   }
 
   void copy(const Window& window) {
-    to_.clear();  // a window that failed may have left some
-    from_.clear();
-    sizes_.clear();
     const cudaMemcpyKind kind = direction_ == LM_RETRIEVE ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     for (const Copy& c : window.copies) {
       if (c.height > 1) {
@@ -280,7 +273,7 @@ class CudaChannel final : public Channel {
   cudaEvent_t joint_ = nullptr;
   std::shared_ptr<DeviceClock> clock_;
   std::int64_t clock_made_ns_ = 0;
-  bool apart_ = false;  // something was enqueued that tail() is not behind
+  bool copy_is_ahead_ = false;
   std::vector<void*> to_;
 #if CUDART_VERSION >= 13000
   std::vector<const void*> from_;

@@ -71,30 +71,10 @@ class Event {
   Event& operator=(const Event&) = delete;
   cudaEvent_t get() const { return event_; }
   const Context& context() const { return events_->context(); }
-  bool happened() const {
-    const Context::Scope scope(context());
-    const cudaError_t code = cudaEventQuery(event_);
-    if (code == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    require(code, "cudaEventQuery");
-    return true;
-  }
 
  private:
   std::shared_ptr<Events> events_;
   cudaEvent_t event_;
-};
-
-class CudaPoint final : public Point {
- public:
-  explicit CudaPoint(std::shared_ptr<Event> event) : event_(std::move(event)) {}
-  cudaEvent_t event() const { return event_->get(); }
-  bool reached() override { return event_->happened(); }
-
- private:
-  std::shared_ptr<Event> event_;
 };
 
 // The device's clock since an event.
@@ -120,9 +100,14 @@ class CudaMark final : public Mark {
 
   bool reached() override {
     if (reached_.load(std::memory_order_acquire)) return true;
-    if (!event_->happened()) return false;
-    const std::int64_t seen_ns = now_ns();
     const Context::Scope scope(event_->context());
+    const cudaError_t code = cudaEventQuery(event_->get());
+    if (code == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    require(code, "cudaEventQuery");
+    const std::int64_t seen_ns = now_ns();
     const std::int64_t ns = clock_->since_start_ns(event_->get());
     clock_->see(ns, seen_ns);
     ns_.store(ns, std::memory_order_relaxed);

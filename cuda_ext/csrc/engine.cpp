@@ -4,7 +4,6 @@
 #include "lamella/request.hpp"
 
 #include <algorithm>
-#include <iterator>
 
 namespace lamella {
 namespace {
@@ -268,18 +267,9 @@ void Engine::on_final(const std::shared_ptr<Transfer>& transfer) {
   give_count_slot(*transfer);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    forget_deadline_locked(transfer);
     drained_tokens_.push_back(transfer->token);
   }
   drained_.notify_all();
-}
-
-// A weak pointer keeps the transfer's memory: one a transfer, until a deadline that may be years away.
-void Engine::forget_deadline_locked(const std::shared_ptr<Transfer>& transfer) {
-  auto entry = deadlines_.lower_bound(transfer->deadline_ns);
-  while (entry != deadlines_.end() && entry->first == transfer->deadline_ns) {
-    entry = entry->second.lock() == transfer ? deadlines_.erase(entry) : std::next(entry);
-  }
 }
 
 std::uint64_t Engine::next_drained(std::int64_t deadline_ns) {
@@ -296,14 +286,11 @@ std::uint64_t Engine::next_drained(std::int64_t deadline_ns) {
 void Engine::expire(Transfer& transfer) {
   const lm_progress p = transfer.progress();
   const double after_s = static_cast<double>(transfer.deadline_ns - transfer.submitted_ns) / 1e9;
-  // One that was stopped before keeps its reason, but whoever waits on a stream is let go all the same.
-  transfer.stop(LM_FAILED, format("the deadline has passed: %d of %d slices landed within %.3f s", p.landed,
-                                  p.num_slices, after_s));
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);  // a final transfer's word may be another's by now
-    if (transfer.is_final()) return;
-    force_count(transfer);
+  if (!transfer.stop(LM_FAILED, format("the deadline has passed: %d of %d slices landed within %.3f s", p.landed,
+                                       p.num_slices, after_s))) {
+    return;
   }
+  force_count(transfer);
   Lane& its_lane = lane(transfer.direction);
   for (const std::uint64_t word : its_lane.pending().abandon(transfer.gate)) store_word(word, 0);
   its_lane.wake();

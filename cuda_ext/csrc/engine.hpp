@@ -43,7 +43,6 @@ class Engine final : public LaneOwner {
   void watch();
   void expire(Transfer& transfer);
   void force_count(const Transfer& transfer);
-  void forget_deadline_locked(const std::shared_ptr<Transfer>& transfer);
   void take_count_slot(Transfer& transfer, std::uint32_t wanted_generation);
   void give_count_slot(const Transfer& transfer);
 

@@ -99,7 +99,7 @@ class Transfer {
   bool slice_begun = false;
   bool all_issued = false;
   std::int32_t windows_in_flight = 0;
-  bool moves = false;  // a window that moves anything was prepared
+  std::int32_t windows_issued = 0;
   bool planted = false;  // for tests: its windows fail from here on
 
   // ---- any thread
