@@ -28,3 +28,23 @@ def test_every_make_target_that_a_document_names_exists(document: str) -> None:
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.MULTILINE))
     named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / document).read_text(encoding="utf-8")))
     assert named <= targets
+
+
+def python_of(document: str) -> tuple[str, str]:
+    """The document's one Python program, and what stands after it: what it prints, if anything."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    (found,) = re.findall(r"```python\n(.*?)```\n(?:\nIt prints\n\n```\n(.*?)```)?", text, flags=re.DOTALL)
+    return found
+
+
+@pytest.mark.parametrize("document", ["docs/layerwise.md", "docs/model.md", "docs/tiers.md"])
+def test_the_program_in_a_document_runs_and_prints_what_stands_there(
+    document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, printed = python_of(document)
+    if "import torch\n" in program:
+        pytest.importorskip("torch")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "program.py").write_text(program, encoding="utf-8")
+    runpy.run_path("program.py")
+    assert capsys.readouterr().out == printed
