@@ -130,6 +130,7 @@ class AheadEngine(Engine):
 
     def _submit(self, job: Job) -> None:
         self._loads.prepare(job, lambda part: self._land(job, part))
+        self._scheduler.loading[job.sequence] = job
         self._starting.append(job)
         if self._joins_at_once:
             self._join(job)
@@ -178,7 +179,7 @@ class AheadEngine(Engine):
         if now < self._occupied_ns:
             self._clock.at(self._occupied_ns, Phase.FORM, self._look)
             return
-        if not (scheduler.waiting or scheduler.decode_batch or scheduler.unfinished() or self._in_flight):
+        if not (scheduler.waiting or scheduler.decode_batch or scheduler.has_unfinished or self._in_flight):
             self._awake = False
             return
         for job in self._known:

@@ -127,7 +127,7 @@ class AutoEngine(Engine):
 
     def _num_prefills(self) -> int:
         """Prefills whose step stands with a stall."""
-        return len(self._scheduler.unfinished())
+        return len(self._scheduler.steppable())
 
     def _joining_ns(self, job: Job) -> int:
         """What the host takes to put the job into a step."""
@@ -158,22 +158,21 @@ class AutoEngine(Engine):
         decoding = self._scheduler.decode_batch
         return self._compute.decode_ns(decoding, self._scheduler.context_tokens, 1) if decoding else 0
 
-    def _stall_price(self, job: Job) -> StallPrice:
+    def _stall_price(self) -> StallPrice:
         bystanders = self._bystanders()
-        return self._policy.stall_price(
-            bystanders,
-            self._num_decoding() - bystanders,
-            self._num_prefills(),
-        )._replace(busy_ns=self._ledger.behind_ns(job.sequence, self._clock.now_ns))
+        return self._policy.stall_price(bystanders, self._num_decoding() - bystanders, self._num_prefills())
+
+    def _stall_price_of(self, job: Job, price: StallPrice) -> StallPrice:
+        return price._replace(busy_ns=self._ledger.behind_ns(job.sequence, self._clock.now_ns))
 
     def _bystanders(self) -> int:
-        return sum(not job.request.load.slice_layers for job in self._scheduler.decoding())
+        return self._scheduler.decode_without_load
 
     def _release_instants(self, away_ns: int) -> list[tuple[Job, int]]:
         """As the release says; but one after another, where sharing a step would cost more."""
         scheduler, now = self._scheduler, self._clock.now_ns
         found = super()._release_instants(0 if self._is_full() else away_ns)
-        prefills, fixed_ns = len(scheduler.unfinished()), self._policy.step_fixed_ns(self.correction)
+        prefills, fixed_ns = len(scheduler.steppable()), self._policy.step_fixed_ns(self.correction)
         instants: list[tuple[Job, int]] = []
         for index, (job, instant_ns) in enumerate(found):
             held = False
@@ -188,7 +187,7 @@ class AutoEngine(Engine):
     def _is_full(self) -> bool:
         """Whether, released or not, nobody else is in the next step."""
         scheduler, budget = self._scheduler, self._settings.token_budget
-        taken = sum(tokens for _, tokens in scheduler.unfinished()) + scheduler.decode_batch
+        taken = sum(tokens for _, tokens in scheduler.steppable()) + scheduler.decode_batch
         return budget is not None and taken >= budget
 
     # ---- what is observed
@@ -358,7 +357,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
     def _release_by_forecast(self) -> None:
         if not self._parked or self._is_full():
             return
-        now, scheduler = self._clock.now_ns, self._scheduler
+        now, scheduler, price = self._clock.now_ns, self._scheduler, self._stall_price()
         parked = list(self._parked.values())
         released = released_at_hand_out(
             [
@@ -366,7 +365,7 @@ class AutoAheadEngine(AutoEngine, AheadEngine):
                     self._arrival_ns(job),
                     decision.compute_ns,
                     decision.release,
-                    self._stall_price(job),
+                    self._stall_price_of(job, price),
                 )
                 for job, decision in parked
             ],

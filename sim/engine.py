@@ -63,6 +63,7 @@ class Engine(StepRunner):
         if job.first_started_ns < 0:
             job.submitted_ns = job.ready_ns = now
         self._loads.submit(job, lambda part: self._land(job, part))
+        self._scheduler.loading[job.sequence] = job
         timeout = self._settings.load_timeout_ns
         if timeout is not None:
             transfer = job.transfer
@@ -147,7 +148,8 @@ class Engine(StepRunner):
         in_step = self._step is not None and any(member is job for member, _ in self._step.taken)
         waits = not job.released and job not in self._due
         self._loads.cancel(job)
-        self._scheduler.landing.pop(job.sequence, None)
+        for jobs in (self._scheduler.loading, self._scheduler.landing):
+            jobs.pop(job.sequence, None)
         if self._settings.on_failure is OnLoadFailure.RECOMPUTE:
             request = job.request
             lost = request.cached_tokens - request.resident_tokens
@@ -247,8 +249,9 @@ class Engine(StepRunner):
 
     def _release_instants(self, away_ns: int) -> list[tuple[Job, int]]:
         """When each waiting request that is on its way may be released, by the forecast of now."""
-        coming = [job for job in self._scheduler.waiting.values() if job.transfer is not None and not job.due]
+        coming = [job for job in self._scheduler.loading.values() if not job.due]
         instants: list[tuple[Job, int]] = []
+        price = self._stall_price() if coming else None
         for job, landings in self._loads.forecast(coming) if coming else ():
             tokens = self._scheduler.first_chunk_tokens(job)
             view = ReleaseView(
@@ -258,7 +261,7 @@ class Engine(StepRunner):
                 start_delay_ns=self._settings.start_delay_ns,
                 step_ns=away_ns,
                 victims=self._scheduler.decode_batch,
-                stall=self._stall_price(job),
+                stall=price and self._stall_price_of(job, price),
             )
             instants.append((job, self._release.release_ns(view)))
         return instants
@@ -267,9 +270,13 @@ class Engine(StepRunner):
         """Per layer, what the job's first step of so many tokens is taken to compute."""
         return tuple(self._compute.step_layers_ns([(job.request.cached_tokens, tokens)], 0, 0))
 
-    def _stall_price(self, job: Job) -> StallPrice | None:
-        """What a stall for the job costs others, as its release decision is told."""
+    def _stall_price(self) -> StallPrice | None:
+        """What a stall costs others now, as release decisions are told."""
         return None
+
+    def _stall_price_of(self, job: Job, price: StallPrice) -> StallPrice:
+        """Of it, what a stall for that job does."""
+        return price
 
     def _arm_timer(self, away_ns: int) -> None:
         """An idle or decoding engine will look at the next release instant that the forecast holds."""

@@ -25,12 +25,18 @@ class KvBlocks:
         """What was free when most was held."""
         self._block_tokens = block_tokens
         self._fill = [0] * block_tokens  # decoding requests by (context when they began - step) mod block
+        self._growing = 0  # how many decode
         self._step = 0
 
     @property
     def held(self) -> int:
         """Blocks in use, reservations included."""
         return self.capacity - self.free
+
+    @property
+    def room(self) -> int:
+        """Free blocks, but one for each who decodes."""
+        return self.free - self._growing
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that so many tokens fill, the last perhaps in part."""
@@ -41,7 +47,7 @@ class KvBlocks:
 
         So room appears when somebody leaves, and never in the midst of a stretch of decode steps.
         """
-        return self.blocks_for(job.prefilled_context) - job.held_blocks <= self.free - sum(self._fill)
+        return self.blocks_for(job.prefilled_context) - job.held_blocks <= self.room
 
     def hold(self, job: Job) -> None:
         """The job holds the blocks of its prompt; `has_room_for` has said that it may."""
@@ -54,6 +60,7 @@ class KvBlocks:
     def begin_decoding(self, job: Job) -> None:
         """The job's context grows by a token in each step from now on."""
         self._fill[(job.prefilled_context - self._step) % self._block_tokens] += 1
+        self._growing += 1
 
     def end(self, job: Job, context_tokens: int | None) -> None:
         """The job holds nothing any more.
@@ -64,7 +71,7 @@ class KvBlocks:
         """
         held = job.held_blocks
         if context_tokens is not None:
-            self._fill[(context_tokens - self._step) % self._block_tokens] -= 1
+            self._grows_no_more(context_tokens)
             held = self.blocks_for(context_tokens)
         job.held_blocks = 0
         self.free += held
@@ -72,17 +79,19 @@ class KvBlocks:
 
     def stop_growing(self, job: Job, context_tokens: int) -> None:
         """The job decodes no longer, and holds its blocks until they have been stored."""
-        self._fill[(context_tokens - self._step) % self._block_tokens] -= 1
+        self._grows_no_more(context_tokens)
         job.held_blocks = self.blocks_for(context_tokens)
+
+    def _grows_no_more(self, context_tokens: int) -> None:
+        self._fill[(context_tokens - self._step) % self._block_tokens] -= 1
+        self._growing -= 1
 
     def growth(self, num_steps: int) -> int:
         """Blocks that all who decode will ask for in so many steps."""
-        size, more = self._block_tokens, 0
-        for offset, count in enumerate(self._fill):
-            if count:
-                fill = (offset + self._step) % size
-                more += count * (-(-(fill + num_steps) // size) - -(-fill // size))
-        return more
+        size = self._block_tokens
+        rounds, rest = divmod(num_steps, size)
+        # Beyond whole blocks, whoever has room for fewer than `rest` tokens asks for one more.
+        return rounds * self._growing + sum(self._fill[(-self._step - have) % size] for have in range(rest))
 
     def steps_that_fit(self, most: int) -> int:
         """Decode steps, at most so many, for which there are blocks."""

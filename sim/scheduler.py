@@ -29,9 +29,12 @@ class Scheduler:
         self._max_batch = settings.max_batch
         self.blocks = None if settings.kv_blocks is None else KvBlocks(settings.kv_blocks, settings.block_tokens)
         self.waiting: dict[int, Job] = {}
+        self.loading: dict[int, Job] = {}
+        """Of those, the ones whose load was put on its way."""
         self.landing: dict[int, Job] = {}
         """Released, with layers still on the wire: every step waits for these, whoever is in its batch (REL-2)."""
-        self._ready: list[tuple[int, Job]] = []
+        self._ready: list[tuple[int, Job]] = []  # all that a step asks for is theirs
+        self._roomless: list[tuple[int, Job]] = []  # released as well, and without blocks, where those are counted
         self._cut: list[Job] = []
         self._decoding: list[tuple[int, int, Job]] = []  # may hold jobs that have been preempted
         self._running: dict[int, Job] = {}  # where blocks are counted: all that have been in a step, the youngest last
@@ -41,6 +44,8 @@ class Scheduler:
         self.decode_batch = 0
         """How many requests decode."""
         self.decode_steps = 0
+        self.decode_without_load = 0
+        """How many of those had nothing to load."""
         self.context_tokens = 0
         """The sum of the contexts of those who decode."""
 
@@ -60,16 +65,37 @@ class Scheduler:
     def release(self, job: Job, now_ns: int) -> None:
         """The job may be scheduled from now on."""
         del self.waiting[job.sequence]
+        self.loading.pop(job.sequence, None)
         job.released = True
         if job.first_started_ns < 0:
             job.released_ns = now_ns
-        heapq.heappush(self._ready, (job.sequence, job))
+        needs_room = self.blocks is not None and not job.held_blocks
+        heapq.heappush(self._roomless if needs_room else self._ready, (job.sequence, job))
         if not job.landed:
             self.landing[job.sequence] = job
 
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a prefill is released or cut."""
+        return bool(self._cut or self._ready or self._roomless)
+
     def unfinished(self) -> list[tuple[int, int]]:
-        """(context, tokens left) of every prefill that is released or cut."""
-        return self.cut() + [_left(job) for _, job in self._ready]
+        """(context, tokens left) of each such prefill."""
+        return self.cut() + [_left(job) for _, job in (*self._ready, *self._roomless)]
+
+    def steppable(self) -> list[tuple[int, int]]:
+        """The same of those that the next step may take: whoever gets no blocks is not among them."""
+        found = self.cut() + [_left(job) for _, job in self._ready]
+        blocks = self.blocks
+        if blocks is None or not self._roomless or not self._may_have_room(self._roomless[0][1], blocks):
+            return found
+        room = blocks.room
+        for sequence, job in sorted(self._roomless):
+            room -= blocks.blocks_for(job.prefilled_context)
+            if room < 0 or not self._is_next(sequence):
+                break
+            found.append(_left(job))
+        return found
 
     def cut(self) -> list[tuple[int, int]]:
         """The same of prefills that have had a step."""
@@ -87,58 +113,60 @@ class Scheduler:
 
     def fill_step(self) -> list[tuple[Job, Chunk]]:
         """The prefill chunks of the step that forms now; they count as taken."""
-        if not self._ready and not self._cut:
+        if not self.has_unfinished:
             return []
         left = None if self._budget is None else self._budget - self.decode_batch
         taken: list[tuple[Job, Chunk]] = []
         for job in self._cut:
             left = _take(job, left, taken)
-        while self._ready and (left is None or left > 0) and self._has_seat(taken):
-            chosen = heapq.heappop(self._ready)[1] if self.blocks is None else self._next_with_blocks(self.blocks)
+        continued = len(taken)
+        while (left is None or left > 0) and self._has_seat(len(taken) - continued):
+            chosen = self._next_ready()
             if chosen is None:
                 break
             left = _take(chosen, left, taken)
         if self._cut or taken:
             self._cut = [job for job in self._cut if job.computed_tokens < job.prefill_tokens] + [
-                job for job, chunk in taken if chunk.first_token == 0 and job.computed_tokens < job.prefill_tokens
+                job for job, _ in taken[continued:] if job.computed_tokens < job.prefill_tokens
             ]
         return taken
 
-    def _has_seat(self, taken: list[tuple[Job, Chunk]]) -> bool:
-        """Whether one more request may join those that decode, were cut, or have just been taken."""
-        if self._max_batch is None:
-            return True
-        newly = sum(chunk.first_token == 0 for _, chunk in taken)
-        return self.decode_batch + len(self._cut) + newly < self._max_batch
+    def _has_seat(self, joined: int) -> bool:
+        """Whether one more request may join those that decode, were cut, or have just been taken, so many."""
+        return self._max_batch is None or self.decode_batch + len(self._cut) + joined < self._max_batch
 
-    def _next_with_blocks(self, blocks: KvBlocks) -> Job | None:
-        """Takes the first ready request that holds its blocks already or may have them; it runs from now on.
+    def _next_ready(self) -> Job | None:
+        """Takes the first released request that holds its blocks already or may have them; it runs from now on.
 
         Whoever loaded holds them, and may pass one that waits for room; else the two could wait for each other.
         """
-        if not self._admits:
+        blocks, chosen = self.blocks, self._ready
+        if blocks is not None and not self._admits:
             return None
-        before = self.queued_before
-        first = self._ready[0]
-        if first[1].held_blocks or ((before is None or first[0] < before) and blocks.has_room_for(first[1])):
-            chosen = heapq.heappop(self._ready)[1]
-        else:
-            holding = [entry for entry in self._ready if entry[1].held_blocks]
-            if not holding:
-                return None
-            entry = min(holding)
-            chosen = entry[1]
-            self._ready.remove(entry)
-            heapq.heapify(self._ready)
-        blocks.hold(chosen)
-        self._running[chosen.sequence] = chosen
-        return chosen
+        if blocks is not None and self._roomless:
+            first = self._roomless[0]
+            if (not chosen or first < chosen[0]) and self._may_have_room(first[1], blocks):
+                chosen = self._roomless
+        if not chosen:
+            return None
+        _, job = heapq.heappop(chosen)
+        if blocks is not None:
+            blocks.hold(job)
+            self._running[job.sequence] = job
+        return job
+
+    def _may_have_room(self, job: Job, blocks: KvBlocks) -> bool:
+        return self._admits and self._is_next(job.sequence) and blocks.has_room_for(job)
+
+    def _is_next(self, sequence: int) -> bool:
+        """Whether no earlier request waits for blocks to load into."""
+        return self.queued_before is None or sequence < self.queued_before
 
     def may_hold(self, job: Job) -> bool:
         """Whether a load may be submitted: its prompt has room, and no earlier request waits for that room."""
         if self.blocks is None:
             return True
-        earlier = any(entry[0] < job.sequence and not entry[1].held_blocks for entry in self._ready)
+        earlier = bool(self._roomless) and self._roomless[0][0] < job.sequence
         if not self._admits or earlier or not self.blocks.has_room_for(job):
             return False
         self.blocks.hold(job)
@@ -164,8 +192,7 @@ class Scheduler:
             context = job.request.cached_tokens + job.request.new_tokens + job.request.output_tokens - 1 - left
             self.blocks.end(job, context)
             self.context_tokens -= context
-            self.decode_batch -= 1
-            job.decoding = False
+            self._decode_less(job)
             job.generated = job.request.output_tokens - left
         else:
             self.blocks.end(job, None)
@@ -185,10 +212,11 @@ class Scheduler:
 
     def drop(self, job: Job) -> None:
         """The job is in no queue any more, and holds nothing."""
-        self.waiting.pop(job.sequence, None)
-        self.landing.pop(job.sequence, None)
-        self._ready = [entry for entry in self._ready if entry[1] is not job]
-        heapq.heapify(self._ready)
+        for jobs in (self.waiting, self.loading, self.landing):
+            jobs.pop(job.sequence, None)
+        for ready in (self._ready, self._roomless):
+            ready[:] = [entry for entry in ready if entry[1] is not job]
+            heapq.heapify(ready)
         self._cut = [other for other in self._cut if other is not job]
         self._running.pop(job.sequence, None)
         if self.blocks is not None:
@@ -202,6 +230,7 @@ class Scheduler:
         job.decoding = True
         heapq.heappush(self._decoding, (job.done_at_step, job.sequence, job))
         self.decode_batch += 1
+        self.decode_without_load += not job.request.load.slice_layers
         self.context_tokens += job.prefilled_context
         if self.blocks is not None:
             self.blocks.begin_decoding(job)
@@ -217,14 +246,18 @@ class Scheduler:
             entry = heapq.heappop(self._decoding)
             if self._decodes(entry):
                 job = entry[2]
-                job.decoding = False
                 context = sum(job.request[:3]) - 1
                 self.context_tokens -= context
-                self.decode_batch -= 1
+                self._decode_less(job)
                 if self.blocks is not None:
                     self.blocks.stop_growing(job, context)
                 done.append(job)
         return done
+
+    def _decode_less(self, job: Job) -> None:
+        job.decoding = False
+        self.decode_batch -= 1
+        self.decode_without_load -= not job.request.load.slice_layers
 
     def leave(self, job: Job) -> None:
         """The job is done; it holds its blocks as long as it stores them."""

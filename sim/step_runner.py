@@ -262,7 +262,7 @@ class StepRunner(ABC):
     def _begin_stretch(self) -> None:
         scheduler = self._scheduler
         # While a load is on its way, a policy that weighs the last step's length is asked at every poll.
-        asked = self._release.weighs_steps and any(job.transfer for job in scheduler.waiting.values())
+        asked = self._release.weighs_steps and scheduler.loading
         # Nobody is admitted at a poll at which blocks were lost, so the next one is a step later.
         singly = asked or self._preempted
         planned = scheduler.steps_to_next_end if self._fast_forward and not singly else 1

@@ -174,6 +174,7 @@ class Device:
         computing = profile
         for tokens, permille in overheads.prefill_rows if overheads is not None else ():
             computing = replace(computing, prefill=computing.prefill.with_row(tokens, permille / WHOLE))
+        self._loads: dict[tuple[int, int | tuple[int, ...] | None], Load] = {}  # users ask for the same again and again
         self._compute = {graphs: computing.compute(graphs, extrapolate=extrapolate) for graphs in Graphs}
 
     def __repr__(self) -> str:
@@ -275,8 +276,14 @@ class Device:
         """What the link carries for a hit."""
         if not strategy.loads:
             return NOTHING_TO_LOAD
+        load = self._loads.get((hit_tokens, strategy.width))
+        if load is None:
+            load = self._loads[hit_tokens, strategy.width] = self._plan(hit_tokens, strategy.width)
+        return load
+
+    def _plan(self, hit_tokens: int, width: int | tuple[int, ...] | None) -> Load:
         profile = self.profile
-        slices = plan_slices(profile.num_layers, strategy.width or profile.num_layers)
+        slices = plan_slices(profile.num_layers, width or profile.num_layers)
         layer_bytes = hit_tokens * profile.token_bytes // profile.num_layers
         bytes_per_s = float(profile.wire.h2d_bytes_per_s)
         if self.overheads is not None:

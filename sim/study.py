@@ -23,7 +23,8 @@ from lamella.sim.strategies import AUTO, INTERLEAVED, OFF, Device, Regime, Strat
 TIE: Final = WORTH_IT / 2
 """Strategies whose changes differ by less are equal; of these the simplest is recommended."""
 CERTAIN: Final = 2.0
-"""A gain counts if it is worth it even by so many standard errors less."""
+"""A gain counts if it is worth it even by so many standard errors less. One that is just not worth it passes in 9% of
+cases with three normal repeats (Student's t, 2 degrees of freedom), in 4% with ten."""
 
 
 def study_strategies(num_layers: int) -> tuple[Strategy, ...]:
@@ -73,7 +74,7 @@ class Change(NamedTuple):
 
     @property
     def certain_gain(self) -> bool:
-        """Whether it is a gain worth having beyond doubt."""
+        """Whether it is a gain worth having even by `CERTAIN` standard errors less."""
         return self.mean + CERTAIN * self.error <= -WORTH_IT
 
     def __str__(self) -> str:

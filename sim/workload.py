@@ -4,8 +4,8 @@ A trace is JSON lines, one request each, in order of arrival::
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, ..., 2354]}
 
-`timestamp` is in ms, from any instant; `hash_ids` has one id for each 512 prompt tokens or part of them, and equal ids mean that these
-tokens and all before them are equal. Other keys are ignored: published traces differ in them.
+`timestamp` is in ms, from any instant; `hash_ids` has one id for each 512 prompt tokens or part of them, and equal ids
+mean that these tokens and all before them are equal. Other keys are ignored: published traces differ in them.
 
 Source: the traces published with Mooncake (Qin et al., FAST 2025).
 """

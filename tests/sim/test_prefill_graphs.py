@@ -1,8 +1,12 @@
 """Prefills that replay captured graphs: what launching them takes is measured, and taken by steps that are captured."""
 
 import json
+import lzma
 import re
+import statistics
+from bisect import bisect_left
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +26,7 @@ from rich_world import Ahead, run_ahead
 
 DEVICE = Device(load_profile())
 SHIPPED = "vllm-0.26-h200-llama-3.1-8b"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SIZES = [1, 2, 4, 8, 128, 768, 1_040, 4_096]
 
 
@@ -162,3 +167,42 @@ def test_sizes_that_a_run_does_not_say_are_no_answer_and_impossible_ones_are_ref
     for sizes in ("1,2", [0], [True], [1.5]):
         with pytest.raises(ValueError, match=r"cudagraph_capture_sizes must be a list .* got"):
             recorded(sizes)
+
+
+# ---------------------------------------------------------------- padding
+
+
+def test_what_steps_are_padded_by_is_too_little_for_a_term_of_its_own() -> None:
+    """Of every recorded step with a prefill: tokens up to the next captured size, and what their products take."""
+    pads: list[int] = []
+    longer_ns: list[float] = []
+    shares: list[float] = []
+    sizes: list[int] = []
+    compute = DEVICE.full_compute
+    for line in lzma.decompress((RESULTS / "h200-2026-11-30-grid-prefill-graphs.jsonl.xz").read_bytes()).splitlines():
+        row = json.loads(line)
+        if row.get("kind") == "engine":
+            sizes = sorted(row["engine"]["cudagraph_capture_sizes"])
+        if row.get("kind") != "repeat" or row["graphs"] != "both":
+            continue
+        for _, _, tokens, decoding, _, _ in row["steps"]:
+            new = tokens - decoding
+            if new >= 64 and tokens <= sizes[-1]:
+                padded = sizes[bisect_left(sizes, tokens)]
+                pads.append(padded - tokens)
+                longer_ns.append(matrix_products_ns(padded) - matrix_products_ns(tokens))
+                shares.append(longer_ns[-1] / compute.step_ns([(row["cell"]["hit"], new)], 0, 0))
+    coarse_ns = matrix_products_ns(832) - matrix_products_ns(768)
+    coarse = coarse_ns / compute.step_ns([(15_360, 768)], 0, 0)
+    text = (RESULTS.parents[1] / "docs" / "model.md").read_text(encoding="utf-8")
+    for said in (
+        f"padded by {max(pads)} tokens at most, {statistics.fmean(pads):.1f} in the mean",
+        f"take {max(longer_ns) / 1e6:.2f} ms at most by the profile, {statistics.fmean(shares):.1%} of the step",
+        f"would take {coarse_ns / 1e6:.1f} ms longer, {coarse:.0%},",
+    ):
+        assert said in " ".join(text.split()), said
+
+
+def matrix_products_ns(tokens: int) -> float:
+    """What a step computes of padding; nobody's attention looks at it."""
+    return DEVICE.profile.prefill.dense_ns(tokens)
