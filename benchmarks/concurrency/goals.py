@@ -36,6 +36,11 @@ LARGEST_REGRET: Final = 0.08
 BYSTANDERS: Final = 0.05
 LIKE_THROUGHPUT: Final = 0.02
 """Bystanders of two arms are compared where both serve as many requests a second, to so much of it."""
+AGAIN: Final[Mapping[str, str]] = {
+    "before_batch_full": ", beside `before_batch`",
+    "in_flight_both": ", beside other bytes in flight",
+}
+"""Cells of the same sizes again, in which some arms switch one setting: how names end, and what rows say of it."""
 NO_OVERLAP: Final = ("chunk", "recompute", "early", "peer")
 
 
@@ -146,6 +151,11 @@ def cells_of(name: str) -> list[str]:
     return [name, *(f"{name}_{kind}" for kind in ("graphs", "full_graphs", "full", "piecewise", "both"))]
 
 
+def runs_of(name: str) -> list[str]:
+    """And those of the same sizes again: their plain arms are runs of the goal, though no line of their own."""
+    return [*cells_of(name), *(f"{name}_{suffix}" for suffix in AGAIN)]
+
+
 def aim_of(goal: float) -> str:
     """A goal for the time to first token in words."""
     return f"≤ {goal:+.0%}" if goal else "a gain"
@@ -200,7 +210,7 @@ def _ceiling_lines(cell: CellFigures) -> Iterable[Line]:
         share = -change.value / ceiling
         state = "reached" if share >= CEILING_SHARE else "missed"
         yield Line(
-            f"share of the ceiling {ceiling:.0%} at T/P {ratio:.2f}, new = {facts['new']}, {arm}",
+            f"share of the ceiling {ceiling:.0%} at T/P {ratio:.2f}, new = {facts['new']}{objects_of(facts)}, {arm}",
             f"≥ {CEILING_SHARE:.0%}",
             f"{share:.0%} ± {change.error / ceiling:.0%}",
             state if change.shown else f"not shown: {change.why_not}",
@@ -234,9 +244,15 @@ def _recomputing(cell: CellFigures, arm: str) -> str | None:
 
 def company_of(name: str, arm: str) -> str:
     """What else an arm's cell was measured for, where the same workload has a cell for such arms alone."""
-    if "_before_batch" in name:
-        return ", beside `before_batch`"
+    again = next((said for suffix, said in AGAIN.items() if name.endswith(suffix)), "")
+    if again:
+        return again
     return ", beside prefills' graphs" if name.endswith("_both") and graphs_of(arm) != "both" else ""
+
+
+def objects_of(facts: Mapping[str, Any]) -> str:
+    """How large a cell's objects are, where they are not of 256 tokens."""
+    return f", objects of {facts['chunk']:,}" if facts["chunk"] != 256 else ""
 
 
 def arriving(facts: Mapping[str, Any]) -> str:

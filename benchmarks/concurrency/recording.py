@@ -44,6 +44,7 @@ class CellRow(TypedDict):
     concurrency: Positive
     hit: Count
     new: Positive
+    chunk: Positive
     output: Positive
     mix: list[tuple[Count, Positive]]
     bystanders: Count

@@ -7,7 +7,7 @@ from typing import Any
 
 from concurrency.arms import DIFFERENCES, graphs_of
 from concurrency.figures import CellFigures
-from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, company_of, regret_of
+from concurrency.goals import NO_OVERLAP, Line, arriving, baseline_of, chosen_of, company_of, objects_of, regret_of
 from concurrency.rules import Change, change_of
 
 
@@ -88,7 +88,7 @@ def _workload(facts: Mapping[str, Any]) -> str:
     beside = f", {facts['bystanders']} bystanders" if facts["bystanders"] else ""
     misses = f", 1 of {facts['miss_every']} misses" if facts["miss_every"] else ""
     tier = f", tier of {facts['tier_gb_per_s']:g} GB/s" if facts["tier_gb_per_s"] else ""
-    return f"{shape} → {facts['output']}{beside}{misses}{tier}{arriving(facts)}"
+    return f"{shape} → {facts['output']}{objects_of(facts)}{beside}{misses}{tier}{arriving(facts)}"
 
 
 def differences(cells: Mapping[str, CellFigures]) -> Iterator[tuple[str, str, str, CellFigures]]:

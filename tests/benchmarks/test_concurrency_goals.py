@@ -17,8 +17,8 @@ GOOD = Verdict(8, 0, 0, 0.1)
 
 def cell(name: str, **more: Any) -> dict[str, Any]:
     return {
-        "name": name, "concurrency": 1, "hit": 100, "new": 10, "rate_per_s": None, "mix": [], "miss_every": 0,
-        "bystanders": 0, "output": 50, "tier_gb_per_s": None, **more,
+        "name": name, "concurrency": 1, "hit": 100, "new": 10, "chunk": 256, "rate_per_s": None, "mix": [],
+        "miss_every": 0, "bystanders": 0, "output": 50, "tier_gb_per_s": None, **more,
     }  # fmt: skip
 
 

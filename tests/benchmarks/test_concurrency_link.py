@@ -137,8 +137,8 @@ def test_the_search_over_all_orders_tells_other_rules_from_the_least(wrong: Rule
 
 def cell(**more: Any) -> dict[str, Any]:
     return {
-        "name": "c4_hit15360_new256_chunk256_full", "concurrency": 2, "hit": 100, "new": 10, "rate_per_s": None,
-        "mix": [], "miss_every": 0, "bystanders": 0, "output": 16, "tier_gb_per_s": None, **more,
+        "name": "c4_hit15360_new256_chunk256_full", "concurrency": 2, "hit": 100, "new": 10, "chunk": 256,
+        "rate_per_s": None, "mix": [], "miss_every": 0, "bystanders": 0, "output": 16, "tier_gb_per_s": None, **more,
     }  # fmt: skip
 
 

@@ -106,7 +106,7 @@ def test_every_run_of_todays_auto_counts_against_its_own_baseline() -> None:
     assert "-50.0%" in over_runs([(FIRST, at(50.0)), (SECOND, slower)])["C = 1, new = 768, auto"].measured.split("(")[1]
 
 
-def test_a_cell_of_full_again_beside_before_batch_is_a_run_of_it() -> None:
+def test_a_cell_again_in_which_some_arms_switch_one_setting_is_a_run_of_it() -> None:
     def full(ttft: float, cell: str) -> dict[str, Any]:
         rows = run(f"{ONE}_{cell}", {"chunk_full_graphs": 100, "auto_full_graphs": ttft})
         return figures_of(spread(rows, "auto_full_graphs", 1.0))
@@ -114,6 +114,8 @@ def test_a_cell_of_full_again_beside_before_batch_is_a_run_of_it() -> None:
     both = over_runs([(FIRST, full(50.0, "full")), (SECOND, full(52.0, "before_batch_full"))])
     assert both["C = 1, new = 768, auto_full_graphs"].measured.endswith(f"-48.0% ± 0.6% ({SECOND})")
     assert over_runs([(FIRST, full(50.0, "full")), (SECOND, full(52.0, "bystanders_full"))]) == {}
+    again = over_runs([(FIRST, full(50.0, "full")), (SECOND, full(52.0, "in_flight_both"))])
+    assert again["C = 1, new = 768, auto_full_graphs"].measured == both["C = 1, new = 768, auto_full_graphs"].measured
 
 
 def test_a_cell_of_other_graphs_too_is_a_run_of_each_arm_that_it_has() -> None:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from concurrency.choices import choices_table, link_table
 from concurrency.figures import figures_of, verdicts_of
-from concurrency.finding import causes_table
+from concurrency.finding import NAMES, causes_table
 from concurrency.goals import goals
 from concurrency.report import by_run, commit_of, commits_of, newest
 from concurrency.several_runs import over_runs, with_runs
@@ -18,7 +18,8 @@ from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table
 
 from before_batch_words import before_batch, ranks
 from concurrency_words import of_other_runs, phrases, ranges
-from finding_words import finding
+from finding_words import finding, finding_by_graphs
+from long_hits_words import in_flight, long_hits
 from prefill_graphs_words import prefill_graphs, shortest_prompts
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -38,6 +39,10 @@ ONE_GPU: Final = (
     "h200-2026-11-30-grid-new1024-again",
     "h200-2026-11-30-grid-prefill-graphs",
     "h200-2026-11-30-grid-mps-and-prefill-graphs",
+    "h200-2026-11-30-grid-chunks-and-long",
+    "h200-2026-11-30-grid-finding-by-graphs",
+    "h200-2026-11-30-grid-eight-and-peers",
+    "h200-2026-11-30-grid-in-flight",
 )
 """In the order in which a cell's last one counts; the first three have answers and 50 tokens that no later one has."""
 TWO_GPUS: Final = (
@@ -85,7 +90,8 @@ def _goals(runs: list[list[Any]]) -> list[str]:
 def _gains(runs: list[list[Any]]) -> list[str]:
     """Of the arm that chooses and of one request after another, by full graphs and where prefills replay some too."""
     shown = tuple(f"| {arm}_{graphs}_graphs |" for arm in ("auto", "fifo") for graphs in ("full", "both"))
-    return [row for row in rows_of(gains_table(figures_of(newest(runs)))) if any(arm in row for arm in shown)]
+    cells = {name: cell for name, cell in figures_of(newest(runs)).items() if name not in NAMES}
+    return [row for row in rows_of(gains_table(cells)) if any(arm in row for arm in shown)]
 
 
 def _shared_link(runs: list[list[Any]]) -> list[str]:
@@ -138,6 +144,12 @@ def _prefill_graphs(runs: list[list[Any]]) -> list[str]:
     return [row for row in rows if row.startswith("| prefills replay captured graphs too")]
 
 
+def _in_flight(runs: list[list[Any]]) -> list[str]:
+    """What more bytes in flight change."""
+    rows = rows_of(differences_table(figures_of(newest(runs))))
+    return [row for row in rows if "_in_flight_both |" in row and "| chunk_both_graphs |" not in row]
+
+
 def wanted(recorded: Recorded) -> Tables:
     """What each section must say, row by row."""
     one, two = ([recorded[name] for name in names] for names in (ONE_GPU, TWO_GPUS))
@@ -150,6 +162,7 @@ def wanted(recorded: Recorded) -> Tables:
         "One thing at a time": rows_of(causes_table(figures_of(newest(one)))),
         "What the link alone needs": _shared_link(one),
         "Loads that begin before their batch": [*_before_batch(one), *_before_batch(two)],
+        "Bytes in flight": _in_flight(one),
         "Prefills that replay graphs": [*_prefill_graphs(one), *_prefill_graphs(two)],
         "Two GPUs, tensor parallel 2": [
             *_goals(two),
@@ -194,8 +207,10 @@ def phrases_of(recorded: Recorded, sections: Tables) -> list[str]:
     quiet = figures_of(recorded["h200-2026-11-30-grid-two-steps"])
     each = [figures_of(recorded[name]) for name in TWO_GPUS]
     return [
-        *phrases(now, two, quiet, over), *ranges(sections), *finding(now), *before_batch(now, two), *ranks(each, now),
+        *phrases(now, two, quiet, over), *ranges(sections), *finding(now), *finding_by_graphs(now),
+        *before_batch(now, two), *ranks(each, now),
         *prefill_graphs(now, two, over, sections),
+        *long_hits(now), *in_flight(now),
         control_of_graph_waits(),
         *of_other_runs(
             *(figures_of(recorded[name]) for name in OTHER_RUNS)

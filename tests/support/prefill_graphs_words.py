@@ -17,6 +17,7 @@ Cells = Mapping[str, CellFigures]
 BOTH: Final = "auto_both_graphs"
 CELL: Final = "c{}_hit15360_new{}_chunk256_both".format
 TWO: Final = "c4_hit15360_new768_chunk256_two_gpus_prefill_graphs"
+BYSTANDERS: Final = f"bystanders' TPOT, {BOTH}, 9 arrivals/s"
 SMALL: Final = "c4_hit15360_new256_chunk256_{}".format
 
 
@@ -30,33 +31,47 @@ def prefill_graphs(now: Cells, two: Cells, over: Mapping[str, Line], rows: Mappi
     for cell in (one, four, longer, large, small):
         assert cell.change().shown
     assert not eight.change().shown
+    goals = {what: re.match(r"\S+ ± \S+", line.measured) for what, line in over.items()}
+    together = {what: found.group() for what, found in goals.items() if found}
+    twice = f"C = 8, new = 768, {BOTH}"
+    assert over[twice].state.startswith("not shown")
     against_deep = change_of(longer.arm("chunk_both_graphs").ttft, longer.base.ttft, longer.cell.drift)
     floor = small.arm().link_floor
     assert floor is not None
     beside = {arm: _bystanders(now, arm) for arm in ("auto", "fifo")}
-    original = re.match(r"\S+ ± \S+", over[f"14,336 + 818, chunk 2048, C = 8, {BOTH}"].measured)
-    assert original
     e2e = [cell.change("e2e").value for name, cell in ((name, Spoken(now, name, BOTH)) for name, found in now.items()
            if BOTH in found.arms)]  # fmt: skip
-    early = {name: found.arms[BOTH].choices for name, found in now.items() if BOTH in found.arms}
-    mixed = {new: early[CELL(4, new)] for new in (1024, 2048)}
-    assert all(set(ways) == {"early"} for name, ways in early.items() if name not in map(CELL, (4, 4), (1024, 2048)))
+    ways = {name: found.arms[BOTH].choices for name, found in now.items() if BOTH in found.arms}
+    joined = {name: f"{of['sync']} of {sum(of.values())}" for name, of in ways.items() if of.get("sync")}
+    chunks = [ways[f"c4_hit12288_new768_chunk{size}_both"] for size in (1024, 4096)]
+    assert ways["c1_hit4096_new1024_chunk256_both"].keys() == {"sync"}
+    assert joined.keys() == {
+        *map(CELL, (4, 4), (1024, 2048)), "c4_hit15360_new2048_chunk256_in_flight_both",
+        *(f"c4_hit12288_new768_chunk{size}_both" for size in (1024, 4096)),
+        *(f"c{users}_hit4096_new1024_chunk256_both" for users in (1, 4)),
+    }  # fmt: skip
     return [
         f"came after {pm(mine.ttft)} instead of {pm(before.ttft)} ms",
         f"without them they are known to {before.ttft.relative_error:.1%} only",
         f"{four.percent()}, {longer.percent()} and {large.percent()} at four with 768, 1,024 and 2,048 new and "
         f"{one.percent()} at one user, all shown",
-        f"{original.group()} over two runs at eight with 14,336 + 818",
-        f"eight with 768 it was {eight.percent_and_error()}, not shown: the baseline drifted by {eight.cell.drift:.1%}",
+        f"{together[f'14,336 + 818, chunk 2048, C = 8, {BOTH}']} over two runs at eight with 14,336 + 818",
+        f"eight with 768 it was {eight.percent_and_error()} in the newer run and {together[twice]} over two, not shown",
+        f"over two runs {together[f'C = 4, new = 256, {BOTH}']}",
+        f"over two runs {together[f'C = 1, new = 768, {BOTH}']}",
+        f"{together[f'C = 4, new = 768, {BOTH}']} over two runs at four with 768",
+        f"over two runs {together[BYSTANDERS]} of `auto`",
         f"{small.percent_and_error()} ({small.pair})",
         f"{0.55 * small.base.ttft.value:.1f} ms were wanted, and the "
         f"link alone needs {floor.value:.1f} for these arrivals",
         f"its prefill takes {small.cell.alone.prefill_ms:.1f} ms of the device",
         f"{beside['fifo']} of one request after another",
-        f"{beside['auto']} of `auto`",
+        f"{beside['auto']} in the newer",
         f"**Whole answers by `auto`** were shorter in {sum(value < 0 for value in e2e)} of {len(e2e)} cells",
-        f"the next step for {mixed[1024]['sync']} of {sum(mixed[1024].values())} with 1,024 and "
-        f"{mixed[2048]['sync']} of {sum(mixed[2048].values())} with 2,048",
+        f"the next step for {joined[CELL(4, 1024)]} with 1,024, {joined[CELL(4, 2048)]} and "
+        f"{joined['c4_hit15360_new2048_chunk256_in_flight_both']} with 2,048, "
+        f"{joined['c4_hit4096_new1024_chunk256_both']} with 4,096 cached and "
+        f"{sum(of['sync'] for of in chunks)} of {sum(sum(of.values()) for of in chunks)} with 12,288",
         f"in that cell the two differ by {abs(against_deep.value):.1%} ± {against_deep.error:.1%}",
         f"the ceiling of one request {ranks.alone_of(BOTH).ceiling:.0%} instead of {ranks.alone_of(AUTO).ceiling:.0%}",
         f"{set_aside(two, TWO)} aside",

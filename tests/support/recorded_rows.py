@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 CELL = {
-    "name": "c", "concurrency": 1, "hit": 100, "new": 10, "output": 3, "rate_per_s": None, "mix": [], "miss_every": 0,
-    "bystanders": 0, "tier_gb_per_s": None,
+    "name": "c", "concurrency": 1, "hit": 100, "new": 10, "chunk": 256, "output": 3, "rate_per_s": None, "mix": [],
+    "miss_every": 0, "bystanders": 0, "tier_gb_per_s": None,
 }  # fmt: skip
 
 
