@@ -58,8 +58,8 @@ _WAYS: Final = (
 )
 
 _WHY_CELLS: Final = {
-    "c4_hit15360_new768_chunk256_finding": "four at once, piecewise graphs",
     "c4_hit15360_new768_chunk256_finding_both": "four at once, prefills' graphs",
+    "c4_hit15360_new768_chunk256_finding": "four at once, piecewise graphs",
 }
 _WHY: Final = {
     "chunk_bounded": "chunk-major",
@@ -205,13 +205,14 @@ def _causes(plt: Any, cells: Mapping[str, CellFigures], path: Path, words: Mappi
     """Each arm's mean time to first token, the quickest first, a panel a cell; the line: the baseline's.
 
     Args:
-        words: what each arm is called; arms without a word are left out. None: all, by their names.
+        words: what each arm is called; arms without a word are left out, and panels stand as they come. None: all arms,
+            by their names, and the cell with the most of them first.
     """
     shown = {
         name: sorted((arm for arm in cell.arms if not words or arm in words), key=lambda arm: cell.arms[arm].ttft.value)
         for name, cell in cells.items()
     }
-    ordered = sorted(cells.items(), key=lambda item: (-len(item[1].arms), item[0]))
+    ordered = list(cells.items()) if words else sorted(cells.items(), key=lambda item: (-len(item[1].arms), item[0]))
     sizes = [len(shown[name]) for name, _cell in ordered]
     figure, panels = plt.subplots(
         len(sizes),

@@ -29,6 +29,7 @@ from concurrency_pages import (
     sections_of,
     unsaid,
     wanted,
+    words_of,
 )
 from finding_words import slow_share
 
@@ -141,7 +142,7 @@ def test_the_module_says_when_the_recorded_loads_began(recorded: Recorded) -> No
     assert f"it begins {off:.1f} ms after the question, and {on:.1f} where the hook comes first" in module
 
 
-def test_every_cause_stands_in_the_finding_with_what_is_known_of_it(page: str) -> None:
+def test_every_cause_stands_in_the_finding_with_what_is_known_of_it(page: str, front: str) -> None:
     rows = [row.split(" | ") for row in sections_of(page)["One thing at a time"]]
     known = Counter(row[5] for row in rows)
     assert known["shown"] > 20
@@ -149,6 +150,10 @@ def test_every_cause_stands_in_the_finding_with_what_is_known_of_it(page: str) -
     assert known["-"] > 10
     by_piecewise_graphs = Counter(row[5] for row in rows if not row[0].endswith("by prefills' graphs"))
     assert by_piecewise_graphs["shown"] == 2
+    shown = known["shown"] - by_piecewise_graphs["shown"]
+    said = f"{shown} of {len(rows) - by_piecewise_graphs.total()} rows are"
+    assert said in words_of(page)
+    assert said in words_of(front)
     for row in rows:
         value, error = (float(figure.rstrip("%")) for figure in row[4].split(" ± "))
         assert (row[5] == "-") == (abs(value) <= 2 * error), row

@@ -129,7 +129,7 @@ def _in_short(four: Cell, shared: Cell) -> list[str]:
     """On the page of what was found."""
     return [
         f"through MPS {shared.percent('fifo_beside', 'chunk_beside')}, {_still(shared)}",
-        f"just in time came sooner there ({four.percent('fifo_jit')}, {how(four.change('fifo_jit'))})",
+        f"just in time came sooner by piecewise graphs ({four.percent('fifo_jit')}, {how(four.change('fifo_jit'))})",
     ]
 
 
