@@ -36,7 +36,7 @@ for shape in "llama-3.1-70b --tensor-parallel 8" "qwen3-32b --tensor-parallel 4 
     "deepseek-v3" "gemma-3-27b --tensor-parallel 8"; do
     read -ra options <<<"$shape"
     printf '%-62s ' "--model $shape" # now: what follows takes some seconds
-    if ! report=$(lamella verify --model "${options[@]}" --width 1 --width 8); then
+    if ! report=$(lamella verify --model "${options[@]}" --width 1 --width 8 2>&1); then
         printf '\n%s\n' "$report"
         exit 1
     fi

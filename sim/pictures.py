@@ -125,7 +125,7 @@ def draw_outcomes(regime: Regime, outcomes: Sequence[Outcome], target: Target) -
         ImportError: no matplotlib; the message says how to get it.
     """
     pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(8.5, 1.2 + 0.42 * len(outcomes)), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(10, 1.2 + 0.42 * len(outcomes)), layout="constrained")
     names = [str(outcome.strategy) for outcome in outcomes]
     begin = [0.0] * len(outcomes)
     for label, (field, colour) in _PARTS.items():
@@ -135,7 +135,7 @@ def draw_outcomes(regime: Regime, outcomes: Sequence[Outcome], target: Target) -
     axis.invert_yaxis()
     axis.set_xlabel("mean TTFT, ms")
     axis.set_title(f"{regime.concurrency} users, {regime.hit_tokens:,} cached + {regime.new_tokens:,} new tokens")
-    axis.legend(loc="lower right", fontsize="small")
+    figure.legend(loc="outside right upper", fontsize="small")  # beside the bars: within it would hide some of them
     _save(pyplot, figure, target)
 
 
