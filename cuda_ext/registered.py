@@ -54,11 +54,18 @@ class RegisteredCache:
         return found
 
     def cut_at(self, slices: tuple[Slice, ...]) -> Cut:
-        """Slices of the caller's own; those asked for last are known."""
+        """Slices of the caller's own; those asked for last are known.
+
+        Raises:
+            ValueError: one that ends behind the stage.
+        """
         return self._cut_once(slices)
 
     def _cut(self, slices: tuple[Slice, ...]) -> Cut:
         groups = self.layout.groups
+        for index, part in enumerate(slices):
+            if part.end_layer > self.layout.num_layers:  # native code adds ends up in 32 bits
+                raise ValueError(f"slice {index} ends at layer {part.end_layer}, the stage at {self.layout.num_layers}")
         layers = tuple(tuple(group.span(*part)[1] for group in groups) for part in slices)
         sizes = [group.geometry.token_layer_bytes for group in groups]
         native = (SliceStruct * len(slices))(*(SliceStruct(*part) for part in slices))

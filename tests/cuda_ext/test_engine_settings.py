@@ -22,6 +22,7 @@ from lamella.cuda_ext._library import HostObjectsStruct
 from lamella.cuda_ext.engine import TransferEngine
 from lamella.cuda_ext.rates import H200_RATES, EngineRates
 from lamella.reference.plan import Direction
+from lamella.reference.slices import Slice
 from native_build import COMPILER, ROOT
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
@@ -163,6 +164,25 @@ def test_a_number_that_the_native_code_cannot_hold_is_refused_with_nothing_queue
             engine.retrieve(cache, HostObjects(()), [()], **{"num_tokens": 0, name: wrong})
         assert engine.lane(Direction.RETRIEVE).live_transfers == 0
         assert not engine._held
+
+
+@pytest.mark.parametrize(
+    ("slices", "sentence"),
+    [
+        ((Slice(0, 7),), "slice 0 ends at layer 7, the stage at 6"),
+        ((Slice(0, 2), Slice(2, 5)), "slice 1 ends at layer 7, the stage at 6"),
+        ((Slice(2, 2**31 - 1),), "slice 0 ends at layer 2147483649, the stage at 6"),
+        ((Slice(0, 2**31 - 1), Slice(2**31 - 1, 1)), "slice 0 ends at layer 2147483647, the stage at 6"),
+    ],
+)
+def test_slices_beyond_the_stage_are_refused_however_far_they_go(slices: tuple[Slice, ...], sentence: str) -> None:
+    """Their ends were added up in 32 bits: what went round once was inside again, and landed."""
+    small = SmallCache()
+    with TransferEngine("cpu", num_layers=6) as engine:
+        cache = engine.register_cache(small.layout, small.engines)
+        with pytest.raises(ValueError, match=sentence):
+            engine.retrieve(cache, small.host(), [small.table], 64, slices=slices)
+        assert engine.lane(Direction.RETRIEVE).live_transfers == 0
 
 
 def test_a_call_s_own_deadline_is_bounded_too() -> None:
