@@ -320,7 +320,9 @@ def register(app: typer.Typer) -> None:
             recording = record_world(world, title, trace_arm or best, layers)
             write_text(trace_out, json.dumps(to_chrome_trace(recording)) + "\n")
         _print(result, device, slo, head, said)
-        typer.echo(f"\n{result.verdict}")
+        if written := [str(path) for path in (json_path, html, table, trace_out) if path is not None]:
+            typer.echo(f"Written: {', '.join(written)}")
+        typer.echo(result.verdict)
         elapsed, busy = time.perf_counter() - began, _busy_s() - began_busy
         speed = routing.span_ns / 1e9 / busy
         typer.echo(

@@ -80,6 +80,16 @@ def test_decoding_steps_replay_full_graphs_unless_others_are_asked_for(tmp_path:
     assert "full_graphs must be one of before, never" in run(str(chats), "--full-graphs", "inside").stderr
 
 
+def test_what_was_written_is_said_above_the_verdict_and_nothing_where_nothing_was(trace: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("out.json", "out.html", "out.csv", "out.trace.json")]
+    options = zip(("--json", "--html", "--table", "--trace-out"), map(str, files), strict=True)
+    *_, said, verdict = run(str(trace), *(part for option in options for part in option)).stdout.splitlines()
+    assert said == f"Written: {', '.join(map(str, files))}"
+    assert all(path.stat().st_size for path in files)
+    assert verdict.startswith(("Use ", "Leave it off: "))
+    assert "Written" not in run(str(trace)).stdout
+
+
 def test_speed_goes_to_stderr(trace: Path) -> None:
     result = run(str(trace))
     assert "times real time" in result.stderr
