@@ -85,8 +85,8 @@ def test_a_signal_ends_it_at_once_without_a_warning_and_says_what_is_kept(
 def test_what_lets_it_clean_nothing_up_leaves_no_process_behind(tmp_path: Path) -> None:
     run = begun("sweep", tmp_path)
     run.kill()
-    run.communicate(timeout=AT_ONCE_S)
     try:
+        run.communicate(timeout=AT_ONCE_S)
         assert wait_for(lambda: not alive(run.pid), AT_ONCE_S), alive(run.pid)
     finally:
         if alive(run.pid):
