@@ -86,8 +86,8 @@ def test_nobody_is_told_where_there_is_no_connector_or_another_one_or_no_orders(
     [
         ({}, 1, "unless use_layerwise is set, or auto chooses it"),
         ({"release": "whole"}, 1, "unless use_layerwise is set"),
-        ({"layers_per_slice": "auto"}, 2, "where all are released whole"),
-        ({"use_layerwise": True}, 2, "where all are released whole"),
+        ({"layers_per_slice": "auto"}, 2, "where loads are released whole"),
+        ({"use_layerwise": True}, 2, "where loads are released whole"),
         ({"use_layerwise": True}, 1, ""),
         ({"use_layerwise": True, "layers_per_slice": 0}, 1, ""),
         ({"layers_per_slice": "auto"}, 1, ""),
