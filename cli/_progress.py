@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,16 +44,18 @@ def progress_bar(
 
             yield advance
         return
-    begun_s, next_s = clock_s(), QUIET_S
+    begun_s, next_s, lock = clock_s(), QUIET_S, threading.Lock()
 
     def say(by: int) -> None:
         nonlocal done, next_s
-        done += by
-        if done < total and (elapsed_s := clock_s() - begun_s) >= next_s:
-            next_s = 2 * elapsed_s
-            typer.echo(f"{what}: {done} of {total} done after {elapsed_s:.0f} s", err=True)
+        with lock:
+            done += by
+            if done < total and (elapsed_s := clock_s() - begun_s) >= next_s:
+                next_s = 2 * elapsed_s
+                typer.echo(f"{what}: {done} of {total} done after {elapsed_s:.0f} s", err=True)
 
-    yield say
+    with _once_it_takes_long(lambda: say(0)):
+        yield say
 
 
 @contextmanager
@@ -84,15 +87,35 @@ def progress_by_name(
             yield draw
             progress.update(task, name="", completed=last, total=last)
         return
-    begun_s, said = clock_s(), ""
+    begun_s, said, lock = clock_s(), "", threading.Lock()
+    now: tuple[str, int, int] | None = None
 
-    def say(name: str, done: int, total: int) -> None:
+    def say() -> None:
         nonlocal said
-        if name != said and clock_s() - begun_s >= QUIET_S:
-            said = name
-            typer.echo(f"{what}: {name}, {done} of {total} {of} done", err=True)
+        with lock:
+            if now is not None and now[0] != said and clock_s() - begun_s >= QUIET_S:
+                said, done, total = now
+                typer.echo(f"{what}: {said}, {done} of {total} {of} done", err=True)
 
-    yield say
+    def tell(name: str, done: int, total: int) -> None:
+        nonlocal now
+        now = name, done, total
+        say()
+
+    with _once_it_takes_long(say):
+        yield tell
+
+
+@contextmanager
+def _once_it_takes_long(say: Callable[[], None]) -> Iterator[None]:
+    """From `QUIET_S` on `say` is called once by a thread of its own: the work may be at its first piece for long."""
+    timer = threading.Timer(QUIET_S, say)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _stderr() -> Console:

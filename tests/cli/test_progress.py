@@ -7,11 +7,13 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from cli.test_validate import record
+from lamella.cli import _progress
 from lamella.cli._progress import QUIET_S, progress_bar, progress_by_name
 
 COMMAND = (sys.executable, "-c", "from lamella.cli.main import main; main()")
@@ -50,6 +52,32 @@ def test_without_a_terminal_what_takes_long_says_how_far_it_is_ever_more_seldom(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.splitlines() == [f"map: {s} of 40 done after {s} s" for s in (5, 10, 20)]
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_first_piece_that_takes_long_is_said_while_it_runs(
+    by_name: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(_progress, "QUIET_S", 0.05)
+    said = ""
+    if by_name:
+        with progress_by_name("simulating", "strategies") as tell:
+            tell("chunk-major", 0, 8)
+            said = until_said(capsys)
+    else:
+        with progress_bar("map", 40):
+            said = until_said(capsys)
+    assert said == ("simulating: chunk-major, 0 of 8 strategies done\n" if by_name else "map: 0 of 40 done after 0 s\n")
+
+
+def until_said(capsys: pytest.CaptureFixture[str]) -> str:
+    """What stderr gets meanwhile; at most ten seconds."""
+    end = time.monotonic() + 10
+    said = ""
+    while not said.endswith("\n") and time.monotonic() < end:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    return said
 
 
 def test_what_is_quick_says_nothing_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
