@@ -176,8 +176,8 @@ def engine_layout(axes: str, tensors: Sequence[TensorView | tuple[TensorView, Te
             (K tensor, V tensor) for layouts that keep them apart. All share shape and strides.
 
     Raises:
-        ValueError: unknown or missing letters, wrong rank, tensors that differ in shape or strides, strides by which
-            elements share bytes, and as `EngineLayout`.
+        ValueError: unknown or missing letters, wrong rank, other than 1 or 2 of keys and values, tensors that differ in
+            shape or strides, strides by which elements share bytes, and as `EngineLayout`.
 
     >>> view = TensorView(address=0, shape=(8, 16, 4, 64), strides=(8192, 512, 128, 2), element_bytes=2)
     >>> layout = engine_layout("NTHD", [(view, view._replace(address=65536))])
@@ -201,6 +201,11 @@ def engine_layout(axes: str, tensors: Sequence[TensorView | tuple[TensorView, Te
     if "L" in axes and len(parts) != 1:
         raise ValueError(f"axes {axes!r} hold every layer in one tensor, got {len(parts)} tensors")
     size = dict(zip(axes, first.shape, strict=True))
+    if size.get("K", 1) not in (1, 2):
+        raise ValueError(
+            f"axes {axes!r} take dimension {axes.index('K')} for keys and values, of which there are 1 or 2, and shape "
+            f"{first.shape} has {size['K']} there: name the axes in the tensors' order"
+        )
     stride = dict(zip(axes, first.strides, strict=True))
     _refuse_aliases(first.element_bytes, [(stride[axis], size[axis], _AXIS_NAMES[axis]) for axis in axes])
 

@@ -103,6 +103,12 @@ def test_each_kernel_group_has_its_own_head_size() -> None:
         ("NTHD", [np.zeros((1, 1, 1), np.uint8)], "axes 'NTHD' need a tensor of 4 dimensions, got shape (1, 1, 1)"),
         ("NTD", [], "a paged cache needs at least one tensor, got none"),
         ("NTD", [np.zeros((2, 1, 1), np.uint8), np.zeros((3, 1, 1), np.uint8)], "share shape and strides"),
+        (
+            "NKTHD",
+            [np.zeros((2, 40, 16, 4, 32), np.uint8)] * 6,
+            "axes 'NKTHD' take dimension 1 for keys and values, of which there are 1 or 2, and shape (2, 40, 16, 4, 32) "
+            "has 40 there",
+        ),
         ("NLTD", [np.zeros((2, 1, 1, 1), np.uint8)] * 2, "hold every layer in one tensor, got 2 tensors"),
     ],
 )
