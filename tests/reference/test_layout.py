@@ -106,8 +106,8 @@ def test_each_kernel_group_has_its_own_head_size() -> None:
         (
             "NKTHD",
             [np.zeros((2, 40, 16, 4, 32), np.uint8)] * 6,
-            "axes 'NKTHD' take dimension 1 for keys and values, of which there are 1 or 2, and shape (2, 40, 16, 4, 32) "
-            "has 40 there",
+            "axes 'NKTHD' take dimension 1 for keys and values, of which there are 1 or 2, and shape "
+            "(2, 40, 16, 4, 32) has 40 there",
         ),
         ("NLTD", [np.zeros((2, 1, 1, 1), np.uint8)] * 2, "hold every layer in one tensor, got 2 tensors"),
     ],
