@@ -72,7 +72,10 @@ def ipc_endpoint(folder: Path) -> str:
     """
     path = folder.resolve() / SOCKET
     if len(os.fsencode(path)) > _MAX_SOCKET_PATH:
-        raise ValueError(f"a socket's path may have {_MAX_SOCKET_PATH} bytes, {path} has {len(os.fsencode(path))}")
+        raise ValueError(
+            f"a socket's path may have {_MAX_SOCKET_PATH} bytes, {path} has {len(os.fsencode(path))}: name a shorter "
+            "folder"
+        )
     return f"ipc://{path}"
 
 

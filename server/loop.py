@@ -61,6 +61,7 @@ class CacheServer:
         self._idle_since_ns: int | None = None
         self.lost_folder = False
         """Whether it stopped because its folder was removed, in which alone it can be found."""
+        address = ipc_endpoint(settings.folder)  # before the folder is made, so that a path too long leaves none
         with contextlib.ExitStack() as opened:
             make_folder(settings.folder)
             self._folder = settings.folder.stat()
@@ -75,7 +76,7 @@ class CacheServer:
             self._local = _socket(context)
             opened.callback(self._local.close)
             _admit_own_user(self._local)
-            self._local.bind(ipc_endpoint(settings.folder))
+            self._local.bind(address)
             opened.callback(self._remove_socket)
             self._sockets = {self._local: Peer(is_local=True)}
             if tcp is not None:

@@ -49,6 +49,14 @@ def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(options: list[str
     assert not folder.exists() or not (folder / "server.sock").exists()
 
 
+def test_a_folder_whose_path_no_socket_may_have_is_not_made(tmp_path: Path) -> None:
+    folder = tmp_path / ("x" * 120)
+    result = CliRunner().invoke(build_app(), ["serve", "--folder", str(folder), "--memory", "1MiB"])
+    assert result.exit_code == 2, result.output
+    assert result.output.strip().endswith(": name a shorter folder")
+    assert not folder.exists()
+
+
 def test_a_port_that_is_taken_is_said_with_its_address(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         at = f"127.0.0.1:{taken.getsockname()[1]}"
