@@ -13,6 +13,8 @@ MOST_HIT_TOKENS: Final = 700_000
 """Of all requests of a cell at once, so that the engine's memory holds them."""
 
 _SHRINK: Final = 32
+PREFILL_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
+"""Steps of one or two prefills of the middle cells and some that decode beside them."""
 _REQUESTS: Final = {1: 6, 2: 12, 4: 16, 8: 28, 16: 44}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from concurrency.arms import BASELINE, by_both
-from concurrency.cells import Group, closed, named
+from concurrency.cells import PREFILL_GRAPHS, Group, closed, named
 
 _MIDDLE: Final = closed(4, 15_360, 768)
 _ALONE: Final = closed(1, 15_360, 768)
@@ -19,8 +19,6 @@ _ONE_THING_ALONE: Final = (
     "fifo_whole", "fifo_width32", "sync_width32", "fifo_width8", "fifo_thread",
 )  # fmt: skip
 _BESIDE: Final = (BASELINE, "fifo_first", "chunk_beside", "fifo_beside")
-_BOTH_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
-"""Steps of one or two prefills and some that decode beside them."""
 
 
 def _by_both(arms: tuple[str, ...]) -> tuple[str, ...]:
@@ -41,7 +39,7 @@ FINDING: Final[dict[str, Group]] = {
             named(_MIDDLE, "beside_both", arms=_by_both(_BESIDE), repeats=4, most_repeats=8),
         ),
         full_graphs=True,
-        prefill_graphs=_BOTH_GRAPHS,
+        prefill_graphs=PREFILL_GRAPHS,
     ),
     "beside": Group(tuple(named(cell, "beside", arms=_BESIDE, repeats=3) for cell in (_MIDDLE, _ALONE))),
     "beside_mps": Group(

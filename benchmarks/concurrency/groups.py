@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from concurrency.arms import BASELINE, CHUNK_MAJOR_BOTH, CHUNK_MAJOR_FULL
-from concurrency.cells import Cell, Group, closed, named
+from concurrency.cells import PREFILL_GRAPHS, Cell, Group, closed, named
 from concurrency.finding_groups import FINDING
 
 _FEW: Final = (BASELINE, "chunk_deep", "interleaved_first", "fifo_first", "auto")
@@ -22,11 +22,8 @@ _ALL: Final = (
     "auto_ahead", "recompute",
 )  # fmt: skip
 
-_PREFILL_GRAPHS: Final = (256, 264, 272, 768, 776, 784, 792, 1536, 1544, 1552)
-"""Steps of one or two prefills of the middle cells and some that decode beside them."""
-_MORE_PREFILL_GRAPHS: Final = (*_PREFILL_GRAPHS, 512, 520, 824, 832, 1024, 1032, 1040, 1640, 1648, 2048, 2056, 2064)
+_MORE_PREFILL_GRAPHS: Final = (*PREFILL_GRAPHS, 512, 520, 824, 832, 1024, 1032, 1040, 1640, 1648, 2048, 2056, 2064)
 """The same of other prompts too."""
-
 
 _CORE: Final = (
     closed(4, 15_360, 768, arms=_ALL),
@@ -217,7 +214,7 @@ GROUPS: Final[dict[str, Group]] = {
         ),
         full_graphs=True,
     ),
-    "core": Group(_CORE, prefill_graphs=_PREFILL_GRAPHS),
+    "core": Group(_CORE, prefill_graphs=PREFILL_GRAPHS),
     "original": Group(_ORIGINAL),
     **FINDING,
     "graphs": Group(
@@ -240,7 +237,7 @@ GROUPS: Final[dict[str, Group]] = {
                 repeats=2,
             ),
         ),
-        prefill_graphs=_PREFILL_GRAPHS,
+        prefill_graphs=PREFILL_GRAPHS,
     ),
     "extra": Group(
         (
@@ -380,7 +377,7 @@ GROUPS: Final[dict[str, Group]] = {
         documents=12,
         document_tokens=18_432,
         full_graphs=True,
-        prefill_graphs=_PREFILL_GRAPHS,
+        prefill_graphs=PREFILL_GRAPHS,
     ),
     "peer_offloading": _peer("peer_offloading", "OffloadingConnector"),
     "peer_simple": _peer("peer_simple", "SimpleCPUOffloadConnector"),

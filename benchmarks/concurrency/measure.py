@@ -27,6 +27,7 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,42 @@ from concurrency.host_cores import CHOOSING_S, MOST_CHOICES, SLOW_CORE
 from concurrency.recording import RecordingError, rows_there
 from concurrency.run import Run
 from concurrency.second_process import MPS_CONTROL, mps_servers
+from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.cuda_ext.commit import commit_of
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number, 0 or more, got {text!r}")
+    return int(text)
+
+
+def _part(text: str) -> tuple[int, int]:
+    index, _slash, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise argparse.ArgumentTypeError(f"must be I/N with I below N, as 0/2 and 1/2, got {text!r}")
+    return int(index), int(count)
+
+
+def _named(text: str) -> tuple[str, Any]:
+    name, _equals, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"must be NAME=JSON, got {text!r}: {error}") from error
+
+
+def _own_arm(text: str) -> Arm:
+    name, settings = _named(text)
+    if name in ARMS:
+        raise argparse.ArgumentTypeError(f"{name} is an arm already: give yours another name")
+    if not isinstance(settings, dict):
+        raise argparse.ArgumentTypeError(f"{name} must be settings of the connector, as {{}}, got {settings!r}")
+    try:
+        ConnectorSettings.from_mapping(settings)
+    except (TypeError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name}: {error}") from error
+    return Arm(name, settings)
 
 
 def parse() -> argparse.Namespace:
@@ -50,9 +86,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cells", default="core", help=f"groups of one engine, joined by +: {', '.join(GROUPS)}")
     parser.add_argument("--only", default="", help="cells whose name holds one of these words, split by commas")
     parser.add_argument("--arms", default="", help="only these arms, split by commas; the baseline stays")
-    parser.add_argument("--arm", action="append", default=[], metavar="NAME=JSON", help="an arm of your own")
-    parser.add_argument("--repeats", type=int, default=0, help="rounds of every cell, instead of its own and no more")
-    parser.add_argument("--shard", default="0/1", help="I/N: every N-th cell from the I-th on")
+    parser.add_argument(
+        "--arm", action="append", default=[], type=_own_arm, metavar="NAME=JSON", help="an arm of your own"
+    )
+    parser.add_argument("--repeats", type=_count, default=0, help="rounds of every cell, and no more")
+    parser.add_argument(
+        "--shard", default="0/1", type=_part, metavar="I/N", help="every N-th cell from the I-th on, counted from 0"
+    )
     parser.add_argument("--budget-s", type=float, default=560.0, help="no repeat begins later than this")
     parser.add_argument(
         "--no-answers", action="store_true", help="time alone: no answer is compared with recomputation in this call"
@@ -61,10 +101,19 @@ def parse() -> argparse.Namespace:
         "--stream-stalls", action="store_true", help="time layers' waits on the stream; not for figures"
     )
     parser.add_argument(
-        "--side", default="0/1", metavar="I/N", help="the I-th of N engines on this host: cores of its own"
+        "--side",
+        default="0/1",
+        type=_part,
+        metavar="I/N",
+        help="the I-th of N engines on this host, counted from 0: cores of its own",
     )
     parser.add_argument(
-        "--option", action="append", default=[], metavar="NAME=JSON", help="an option of vLLM's engine, for every arm"
+        "--option",
+        action="append",
+        default=[],
+        type=_named,
+        metavar="NAME=JSON",
+        help="an option of vLLM's engine, for every arm",
     )
     parser.add_argument("--tp", type=int, default=1, metavar="RANKS", help="tensor parallelism, a GPU a rank")
     parser.add_argument(
@@ -77,42 +126,52 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def chosen(asked: argparse.Namespace, cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of the groups that were asked for, with the arms and repeats that were.
+
+    Raises:
+        ValueError: a word or an arm that no cell has, or a shard without one.
+    """
+    names = ", ".join(cell.name for cell in cells)
+    words = [word for word in asked.only.split(",") if word]
+    if lost := [word for word in words if not any(word in cell.name for cell in cells)]:
+        raise ValueError(f"--only {','.join(lost)}: no cell of {asked.cells} is called so; there are {names}")
+    here = [cell for cell in cells if not words or any(word in cell.name for word in words)]
+    own = [arm.name for arm in asked.arm]
+    known = dict.fromkeys((*(name for cell in here for name in cell.arms), *own))
+    wanted = [name for name in asked.arms.split(",") if name]
+    if lost := [name for name in wanted if name not in known]:
+        raise ValueError(f"--arms {','.join(lost)}: these cells have no such arm; they have {', '.join(known)}")
+    index, count = asked.shard
+    if index >= len(here):
+        raise ValueError(f"--shard {index}/{count}: there are {len(here)} cells, so this one has none")
+    found = []
+    for cell in here[index::count]:
+        names_here = tuple(dict.fromkeys((*cell.arms, *own)))
+        kept = (chunk_major_of(names_here)[0], *wanted) if wanted else names_here
+        repeats = {"repeats": asked.repeats, "most_repeats": asked.repeats} if asked.repeats else {}
+        found.append(dataclasses.replace(cell, arms=tuple(n for n in names_here if n in kept), **repeats))
+    return found
+
+
 def main() -> int:
     """Runs what was asked; 0 when everything is done, 3 when the budget ended it or a cell failed, 2 for bad input."""
     begin = time.perf_counter()
     asked = parse()
     try:
-        group, arms = joined(asked.cells, GROUPS), dict(ARMS)
-        own = [(name, json.loads(settings)) for name, _equals, settings in (text.partition("=") for text in asked.arm)]
+        group = joined(asked.cells, GROUPS)
+        if asked.tiny:
+            group = shrunk(group)
+        cells = chosen(asked, group.cells)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    for name, settings in own:
-        arms[name] = Arm(name, settings)
-        with_it = (dataclasses.replace(cell, arms=tuple(dict.fromkeys((*cell.arms, name)))) for cell in group.cells)
-        group = dataclasses.replace(group, cells=tuple(with_it))
-    if asked.tiny:
-        group = shrunk(group)
-    wanted_arms = [name for name in asked.arms.split(",") if name]
-    words = [word for word in asked.only.split(",") if word]
-    index, count = map(int, asked.shard.split("/"))
-    cells = [cell for cell in group.cells if not words or any(word in cell.name for word in words)][index::count]
-    cells = [
-        dataclasses.replace(
-            cell,
-            arms=tuple(
-                name for name in cell.arms if not wanted_arms or name in (chunk_major_of(cell.arms)[0], *wanted_arms)
-            ),
-            repeats=asked.repeats or cell.repeats,
-            most_repeats=asked.repeats or cell.most_repeats,
-        )
-        for cell in cells
-    ]
+    arms = ARMS | {arm.name: arm for arm in asked.arm}
     group = dataclasses.replace(group, cells=tuple(cells))
-    if asked.list or not cells:
+    if asked.list:
         for cell in cells:
             print(cell.name, cell.repeats, ",".join(cell.arms))
-        return 0 if cells else 2
+        return 0
     if group.mps and not asked.tiny and mps_servers() is None:
         print(f"{asked.cells} runs through MPS, and none answers here: start it by `{MPS_CONTROL} -d`", file=sys.stderr)
         return 2
@@ -148,9 +207,7 @@ def measure(
     from concurrency.engine import ConcurrencyEngine
 
     options = {"disable_custom_all_reduce": True} if asked.no_custom_all_reduce else {}
-    options |= {name: json.loads(value) for name, _equals, value in (text.partition("=") for text in asked.option)}
-    part, parts = map(int, asked.side.split("/"))
-    engine = ConcurrencyEngine(group, asked.tiny, asked.tp, options, (part, parts))
+    engine = ConcurrencyEngine(group, asked.tiny, asked.tp, options | dict(asked.option), asked.side)
     engine.probe.layers_timed = asked.stream_stalls
     engine.cores.choose()
     run = Run(asked, engine, group, arms, there, begin)
