@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from concurrency.choices import choices_table, link_table
-from concurrency.figures import figures_of, verdicts_of
+from concurrency.figures import CellFigures, figures_of, verdicts_of
 from concurrency.finding import NAMES, causes_table
 from concurrency.goals import goals
 from concurrency.report import by_run, commit_of, commits_of, newest
@@ -17,7 +19,7 @@ from concurrency.tables import differences_table, gains_table, goals_table
 from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table
 
 from before_batch_words import before_batch, ranks
-from concurrency_words import of_other_runs, phrases, ranges
+from concurrency_words import of_other_runs, phrases, pm, ranges
 from finding_words import finding, finding_by_graphs
 from long_hits_words import in_flight, long_hits
 from prefill_graphs_words import prefill_graphs, shortest_prompts
@@ -212,11 +214,26 @@ def phrases_of(recorded: Recorded, sections: Tables) -> list[str]:
         *prefill_graphs(now, two, over, sections),
         *long_hits(now), *in_flight(now),
         control_of_graph_waits(),
+        heavier_weights(*(figures_of(recorded[f"h200-2026-11-30-grid-{name}"]) for name in ("one-step", "two-steps"))),
         *of_other_runs(
             *(figures_of(recorded[name]) for name in OTHER_RUNS)
         ),
         shortest_prompts([(commit_of(recorded[name]), figures_of(recorded[name])) for name in ONE_GPU]),
     ]  # fmt: skip
+
+
+def heavier_weights(*runs: Mapping[str, CellFigures]) -> str:
+    """What those that only decode took a token by `auto` with a `bystander_weight` of 2 instead of 0.3, in each run."""
+    said = []
+    for run in runs:
+        arms = run["c4_hit15360_new768_chunk256_bystanders_open_full"].arms
+        usual, heavy = (arms[f"auto{weight}_full_graphs"].bystander_tpot for weight in ("", "_heavy"))
+        assert usual is not None
+        assert heavy is not None
+        assert abs(heavy.value - usual.value) < 2 * math.hypot(heavy.error, usual.error)
+        said.append(f"{pm(heavy)} instead of {pm(usual)}")
+    first, second = said
+    return f"they took {first} ms a token in one run (53723eb, eight repeats) and {second} in another (4b1f1f9, three)"
 
 
 def control_of_graph_waits() -> str:
