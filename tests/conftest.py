@@ -2,6 +2,7 @@
 
 import functools
 import os
+import signal
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -26,6 +27,10 @@ settings.register_profile(
     "verdict", max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.explicit, Phase.generate]
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+
+# A shell's background job ignores ctrl-C, and so does all that it starts: commands that a test interrupts would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 EXAMPLES = pytest.StashKey[Counter[str]]()
 
