@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from lamella.cuda_ext.transfer import TransferState
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import ChunkKey, KeySpace, chunk_keys
 from lamella.reference.plan import Direction
+from lamella.reference.whole import check_whole
 
 Mask = NDArray[np.bool_]
 """One entry a token of the sequence."""
@@ -102,8 +104,10 @@ class CacheEngine:
         """Keys of the sequence's chunks, for this rank and tenant.
 
         Raises:
-            TypeError: a tenant that is not bytes.
+            TypeError: a tenant that is not bytes, tokens that are no sequence.
+            ValueError: a token that is no whole number of 32 bits.
         """
+        _count(tokens)
         if tenant is not None and not isinstance(tenant, bytes):
             raise TypeError(f"tenant must be bytes or None, got {tenant!r}: encode it, as in b'acme'")
         space = self.space if tenant is None else replace(self.space, salt=tenant)
@@ -124,7 +128,11 @@ class CacheEngine:
         The last token is computed in any case, for its logits; loading it as well would have the engine write a slot
         that is landing (fault 56). In block form the hit ends at a block. What the engine has more of than the cache
         counts as nothing new (fault 58).
+
+        Raises:
+            TypeError, ValueError: as `keys_of`, or num_computed_tokens that is no whole number or negative.
         """
+        check_whole("num_computed_tokens", num_computed_tokens, 0)
         hit = min(self.lookup(tokens, tenant=tenant), max(0, len(tokens) - 1))
         if self.storage.layout.form is ObjectForm.BLOCK:
             hit -= hit % math.lcm(*(group.block_tokens for group in self.storage.layout.groups))
@@ -160,11 +168,13 @@ class CacheEngine:
         load failed, in this very step. Moving on from layer l to layer l+1, the compute stream waits for layer l of
         every request of the batch if this is its last (`sync`); moving on from the last layer, for that one.
 
-        Closed early, it returns once nothing of it moves, and holds nothing.
+        With the mask it holds nothing any more: an object stays pinned until the last copy that reads it has drained
+        (XFER-2), by the copy. Closed early, it returns once nothing of it moves, and holds nothing. With blending it is
+        to be run to its end (`next(retriever, None)`): what follows the mask scatters the last layer.
 
         Args:
             tokens: the sequence, from its first token on.
-            block_ids: the engine's block table of each kernel group, from the first token on.
+            block_ids: the engine's block table of each kernel group, from the first token on: `[groups][blocks]`.
             mask: True for the tokens that are wanted, `[len(tokens)]`: any number of leading tokens that the engine has
                 already, and of trailing ones that it will compute, may be False. None: all.
             tenant: whose objects; None: the key space's.
@@ -172,19 +182,20 @@ class CacheEngine:
 
         Raises:
             ValueError: a mask with a hole, tokens that have no block, or (block form) a wanted range that cuts a block.
+            TypeError: as `keys_of`, a mask that is no array of bool, or a block table that stands for all of them.
         """
-        wanted = _wanted(mask, len(tokens))
+        wanted = _wanted(mask, _count(tokens))
+        tables = self._tables(block_ids)
         held = self.hold(tokens, wanted, tenant=tenant)
-        try:
+        with ExitStack() as holding:
+            holding.callback(held.release)
             num_tokens = min(wanted.num_tokens, tokens_of(held.keys))
-            blocks = Blocks(tuple(block_ids), num_tokens, min(wanted.skip_tokens, num_tokens))
+            blocks = Blocks(tables, num_tokens, min(wanted.skip_tokens, num_tokens))
             self.connector.check(blocks, Direction.RETRIEVE)
-            yield from self._advance(Load(blocks, held.num_chunks), held, len(tokens), sync)
-        finally:
-            held.release()
+            yield from self._advance(Load(blocks, held.num_chunks), held, len(tokens), sync, holding.close)
 
     def _advance(
-        self, load: Load, held: HeldPrefix, num_tokens: int, sync: bool
+        self, load: Load, held: HeldPrefix, num_tokens: int, sync: bool, release: Callable[[], None]
     ) -> Generator[RetrieveYield, None, None]:
         futures = self.storage.layerwise_batched_get(held, self.connector.slices)
         consumer = self.connector.batched_to_gpu(load, sync=sync)
@@ -204,6 +215,7 @@ class CacheEngine:
             next(consumer)
             there = np.zeros(num_tokens, dtype=np.bool_)
             there[load.blocks.skip_tokens : load.blocks.skip_tokens + _coming(load, held)] = True
+            release()  # what is still being copied is held by its copies
             yield there
             next(consumer, None)  # whatever the connector does after the last yield
         finally:
@@ -232,7 +244,7 @@ class CacheEngine:
 
         Args:
             tokens: the sequence, from its first token on, with every layer's KV in the blocks when it is due.
-            block_ids: the engine's block table of each kernel group, from the first token on.
+            block_ids: the engine's block table of each kernel group, from the first token on: `[groups][blocks]`.
             mask: False for leading tokens that need not be stored, `[len(tokens)]`. Objects are whole chunks, so the
                 chunk in which the True part begins is stored from its start (fault 55).
             tenant: whose objects; None: the key space's.
@@ -240,12 +252,13 @@ class CacheEngine:
 
         Raises:
             ValueError: a mask with a hole or a False tail, or blocks that are missing.
+            TypeError: as `retrieve_layer`.
         """
-        wanted = _wanted(mask, len(tokens))
+        wanted = _wanted(mask, _count(tokens))
         if mask is not None and wanted.skip_tokens < wanted.num_tokens < len(tokens):
             raise ValueError(f"a store's mask must be True to its end, got False from token {wanted.num_tokens} on")
         keys = self.keys_of(tokens, tenant)
-        blocks = Blocks(tuple(block_ids), tokens_of(keys))
+        blocks = Blocks(self._tables(block_ids), tokens_of(keys))
         self.connector.check(blocks, Direction.STORE)
         first = wanted.skip_tokens // self.space.chunk_tokens
         new = keys[first:] if wanted.skip_tokens < wanted.num_tokens else ()
@@ -262,9 +275,12 @@ class CacheEngine:
                 next(producer)
                 yield num_tokens if save.reason is None else 0
             next(producer)
-            if reservation is not None and save.reason is None:
-                kept, reservation = reservation, None
-                self.storage.batched_put(kept)
+            if reservation is not None:
+                room, reservation = reservation, None
+                if save.reason is None:
+                    self.storage.batched_put(room)
+                else:
+                    save.outstanding.then(room.abandon)
             yield num_tokens if save.reason is None else 0
         finally:
             producer.close()
@@ -280,6 +296,27 @@ class CacheEngine:
     def let_go_of_loads(self) -> None:
         """The objects of loads that have landed are free for whoever needs room next, within the connector's bound."""
         self.connector.load_stream.outstanding.wait(self.connector.timeout_s)
+
+    def _tables(self, block_ids: Sequence[Sequence[int]]) -> tuple[Sequence[int], ...]:
+        """The block tables, one a kernel group, each a sequence of whole numbers."""
+        groups = len(self.storage.layout.groups)
+        wanted = f"block_ids must be a block table for each kernel group, {groups} here, each a list of whole numbers"
+        try:
+            tables = tuple(block_ids)
+        except TypeError:
+            raise TypeError(f"{wanted}, as in [[3, 4, 5]], got {block_ids!r}") from None
+        for group, table in enumerate(tables):
+            try:
+                ids = np.asarray(table)
+            except ValueError:  # tables of unlike lengths, one in the other
+                ids = np.empty((0, 0))
+            if ids.ndim == 0 and ids.dtype.kind in "iu":
+                raise TypeError(
+                    f"{wanted}, got the numbers themselves, {table!r} first: pass [block_ids] for one group"
+                )
+            if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+                raise TypeError(f"{wanted}, got {table!r} for group {group}")
+        return tables
 
     # ---- health and trace
 
@@ -300,9 +337,23 @@ class CacheEngine:
             self._breaker.succeeded()
 
 
+def _count(tokens: Sequence[int]) -> int:
+    try:
+        return len(tokens)
+    except TypeError:
+        raise TypeError(f"tokens must be a sequence of whole numbers, as in list(tokens), got {tokens!r}") from None
+
+
 def _wanted(mask: Mask | None, num_tokens: int) -> Wanted:
     if mask is None:
         return Wanted(0, num_tokens)
+    given: object = mask
+    if not isinstance(given, np.ndarray) or given.dtype != np.bool_:
+        kind = f"an array of {given.dtype}" if isinstance(given, np.ndarray) else f"a {type(given).__name__}"
+        raise TypeError(
+            f"mask must be a NumPy array of bool, [{num_tokens}], or None, got {kind}: "
+            "pass numpy.asarray(mask, dtype=bool)"
+        )
     if mask.shape != (num_tokens,):
         raise ValueError(f"a mask must have one entry for each of {num_tokens} tokens, got shape {mask.shape}")
     found = np.flatnonzero(mask)

@@ -83,6 +83,18 @@ def test_each_layer_can_be_changed_in_its_buffer_and_arrives_changed_in_the_bloc
         assert (run.cache[layer, :, THERE[3 // BLOCK], 3 % BLOCK] == 1000 + layer).all()
 
 
+def test_with_the_mask_objects_are_let_go_and_the_last_layer_still_comes_from_its_buffer(blending: Blending) -> None:
+    run = blending.run
+    run.cache[:, :, THERE] = 7
+    loading = blending.engine.retrieve_layer(TOKENS, [THERE])
+    *_, mask = [next(loading) for _ in range(run.num_layers + 2)]
+    assert isinstance(mask, np.ndarray)
+    assert mask.all()
+    assert run.references() == (0, 0, 0)
+    assert next(loading, None) is None
+    assert all(run.holds(layer, TOKENS, THERE, 0, 16) for layer in range(run.num_layers))
+
+
 @given(
     num_layers=st.integers(1, 7),
     kv=st.sampled_from((1, 2)),

@@ -150,6 +150,57 @@ def test_a_store_closed_at_any_yield_can_not_be_found_unless_it_was_whole(times:
         assert run.cache_engine.lookup(TOKENS) == 0
 
 
+def test_a_retriever_that_gave_its_mask_and_a_storer_that_gave_its_end_hold_nothing_though_nobody_closed_them() -> None:
+    with Deployment() as run:
+        saving = run.cache_engine.store_layer(TOKENS, [HERE])
+        assert advance(saving, run.num_layers + 1)[-1] == 16
+        assert run.references() == (0, 0, 0)
+        loading = run.cache_engine.retrieve_layer(TOKENS, [THERE])
+        advance(loading, run.num_layers + 1)
+        assert run.pool.report().occupancy.pinned == 4, "until the mask"
+        assert next(loading).all()
+        assert run.references() == (0, 0, 0)
+
+
+def test_retrievers_that_read_a_tier_or_came_short_hold_nothing_either_once_they_gave_their_mask() -> None:
+    run, tier = tiered(num_layers=4, storage_options={"promote": True})
+    with run:
+        only_in_tier(run, TOKENS)
+        lost = run.cache_engine.keys_of(TOKENS)[2]
+        whole = run.cache_engine.retrieve_layer(TOKENS, [THERE])
+        assert advance(whole, 6)[-1].all()
+        assert run.references() == (0, 0, 0)
+        run.pool.discard(run.cache_engine.keys_of(TOKENS))
+        short = run.cache_engine.retrieve_layer(TOKENS, [list(range(16, 24))])
+        next(short)
+        run.settle()
+        del tier.objects[lost]
+        assert advance(short, 5)[-1].sum() == 8
+        assert run.references() == (0, 0, 0)
+
+
+def test_a_storer_that_failed_holds_no_room_once_it_has_said_so() -> None:
+    with Deployment() as run:
+        run.engine.plant_fault(Direction.STORE, 1)
+        saving = run.cache_engine.store_layer(TOKENS, [HERE])
+        assert advance(saving, run.num_layers + 1)[-1] == 0
+        assert run.references() == (0, 0, 0)
+
+
+def test_what_is_still_being_copied_when_the_mask_is_given_stays_pinned_until_it_has_drained() -> None:
+    """XFER-2: the compute stream waits for layers, not the thread that advances; a load that failed ends as early."""
+    with Deployment(engine_options={"paced": True, "in_flight_bytes": 1}, timeout_s=0.2) as run:
+        run.engine.grant(Direction.STORE, 1000)
+        run.store(TOKENS, HERE)
+        loading = run.cache_engine.retrieve_layer(TOKENS, [THERE])
+        *_, mask = advance(loading, run.num_layers + 2)  # no window is granted: every wait runs out
+        assert not mask.any()
+        assert run.engine.lane(Direction.RETRIEVE).in_flight_bytes
+        assert run.pool.report().occupancy.pinned == 4
+        run.engine.grant(Direction.RETRIEVE, 1000)
+        assert run.references() == (0, 0, 0)
+
+
 def test_a_retrieve_closed_while_a_window_is_in_flight_returns_only_once_it_has_drained() -> None:
     """SAFE-1: the blocks can be reused as soon as close() has returned, and not before; what waits is cancelled."""
     with Deployment(engine_options={"paced": True, "in_flight_bytes": 1}) as run:

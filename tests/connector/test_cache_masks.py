@@ -63,6 +63,74 @@ def test_a_mask_that_means_nothing_is_refused(mask: Any, reason: str) -> None:
                 next(begin(TOKENS, [HERE], mask))
 
 
+@pytest.mark.parametrize(
+    ("mask", "got"),
+    [
+        ([True] * 16, "a list"),
+        (np.ones(16, np.int64), "an array of int64"),
+    ],
+)
+def test_a_mask_of_another_type_is_refused_with_its_shape_and_how_to_make_one(mask: Any, got: str) -> None:
+    with Deployment() as run:
+        for begin in (run.cache_engine.retrieve_layer, run.cache_engine.store_layer):
+            with pytest.raises(
+                TypeError, match=rf"mask must be a NumPy array of bool, \[16\], or None, got {got}: pass"
+            ):
+                next(begin(TOKENS, [HERE], mask))
+        assert run.references() == (0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("block_ids", "says"),
+    [
+        (HERE, r"1 here.*got the numbers themselves, 0 first: pass \[block_ids\]"),
+        (np.arange(8), "got the numbers themselves"),
+        (None, r"as in \[\[3, 4, 5\]\], got None"),
+        ([None], "got None for group 0"),
+        ([[0.0, 1.0]], r"got \[0.0, 1.0\] for group 0"),
+        ([[HERE]], "for group 0"),
+        (["0123"], "got '0123' for group 0"),
+    ],
+)
+def test_block_tables_of_another_shape_or_type_are_refused_with_the_shape_that_is_wanted(
+    block_ids: Any, says: str
+) -> None:
+    with Deployment() as run:
+        for begin in (run.cache_engine.retrieve_layer, run.cache_engine.store_layer):
+            with pytest.raises(TypeError, match=rf"block_ids must be a block table for each kernel group.*{says}"):
+                next(begin(TOKENS, block_ids))
+        assert run.references() == (0, 0, 0)
+
+
+def test_a_block_table_may_be_any_sequence_of_whole_numbers() -> None:
+    with Deployment() as run:
+        for block_ids in ([tuple(HERE)], [range(8)], np.array([HERE], np.int32), (np.array(HERE),)):
+            assert len(list(run.cache_engine.store_layer(TOKENS, block_ids))) == run.num_layers + 1
+
+
+@pytest.mark.parametrize("tokens", [7, None, iter(TOKENS)])
+def test_tokens_that_are_no_sequence_are_refused_by_name(tokens: Any) -> None:
+    with Deployment() as run:
+        calls = (
+            run.cache_engine.lookup,
+            run.cache_engine.keys_of,
+            lambda these: run.cache_engine.num_new_matched_tokens(these, 0),
+            lambda these: next(run.cache_engine.retrieve_layer(these, [HERE])),
+            lambda these: next(run.cache_engine.store_layer(these, [HERE])),
+        )
+        for call in calls:
+            with pytest.raises(
+                TypeError, match=r"tokens must be a sequence of whole numbers, as in list\(tokens\), got"
+            ):
+                call(tokens)
+
+
+@pytest.mark.parametrize(("computed", "error"), [(-5, ValueError), (0.5, TypeError), ("4", TypeError)])
+def test_computed_tokens_that_cannot_be_counted_are_refused(computed: Any, error: type[Exception]) -> None:
+    with Deployment() as run, pytest.raises(error, match=f"num_computed_tokens must be .*, got {computed!r}"):
+        run.cache_engine.num_new_matched_tokens(TOKENS, computed)
+
+
 def test_a_store_cannot_end_before_the_sequence_does() -> None:
     with Deployment() as run, pytest.raises(ValueError, match="True to its end, got False from token 12"):
         next(run.cache_engine.store_layer(TOKENS, [HERE], np.arange(16) < 12))

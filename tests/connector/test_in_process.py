@@ -149,6 +149,17 @@ def test_an_open_step_is_aborted_when_the_cache_closes() -> None:
         cache.close()
 
 
+def test_a_cache_closes_over_a_retriever_that_gave_its_mask_and_that_nobody_closed() -> None:
+    with Deployment() as run:
+        with InProcessCache(CacheSettings(pool_objects=4), run.space, run.layout, run.caches) as cache:
+            step(cache, run, TOKENS, HERE)
+            loading = cache.cache_engine.retrieve_layer(TOKENS, [THERE])
+            *_, mask = [next(loading) for _ in range(run.num_layers + 2)]
+        assert isinstance(mask, np.ndarray)
+        assert mask.all()
+        loading.close()
+
+
 def test_what_cannot_be_opened_leaves_nothing_behind(tmp_path: Path) -> None:
     with Deployment(num_layers=3) as run, Deployment(num_layers=4) as other:
         with pytest.raises(ValueError, match="num_layers 4, the geometry 3"):
