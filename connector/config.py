@@ -120,8 +120,9 @@ class CacheSettings:
             if not isinstance(self.remote_tier, str):
                 raise TypeError(f"remote_tier must be a URL or None, got a {type(self.remote_tier).__name__}")
             TierUrl.parse(self.remote_tier)
-        if self.local_file_folder is not None and not isinstance(self.local_file_folder, Path):
-            raise TypeError(f"local_file_folder must be a path or None, got {self.local_file_folder!r}")
+        given: object = self.local_file_folder
+        if given is not None and not isinstance(given, Path):
+            raise TypeError(f"local_file_folder must be a pathlib.Path or None, got {given!r}: as in Path('/kv')")
         parsed = self._parsed_width()
         self._refuse_combinations(parsed)
 

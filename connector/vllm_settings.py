@@ -185,8 +185,9 @@ class ConnectorSettings:
         if self.carrier not in ("event", "value"):
             raise ValueError(f"carrier must be event or value, got {self.carrier!r}")
         for name in ("file_tier", "server"):
-            if getattr(self, name) is not None and not isinstance(getattr(self, name), Path):
-                raise TypeError(f"{name} must be a path or None, got {getattr(self, name)!r}")
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Path):
+                raise TypeError(f"{name} must be a pathlib.Path or None, got {given!r}: as in Path('/kv')")
         self._check_server()
         if self.staging_mib < 4 * self.window_mib:
             narrower = f", or lower window_mib to {self.staging_mib // 4}" if self.staging_mib >= 4 else ""

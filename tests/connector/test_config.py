@@ -79,6 +79,11 @@ def test_a_value_of_another_type_is_refused_by_name(name: str) -> None:
         CacheSettings.from_mapping({name: [1]})
 
 
+def test_a_folder_given_as_text_is_told_how_to_give_it() -> None:
+    with pytest.raises(TypeError, match=r"must be a pathlib.Path or None, got '/x': as in Path\('/kv'\)"):
+        CacheSettings(local_file_folder="/x")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("name", ["pool_objects", "layers_per_slice", "wait_timeout_s"])
 def test_true_is_no_number(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be"):

@@ -196,6 +196,12 @@ def test_the_document_has_every_setting_with_its_default() -> None:
     assert settings_table() == expected
 
 
+@pytest.mark.parametrize("name", ["file_tier", "server"])
+def test_a_folder_given_as_text_is_told_how_to_give_it(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"{name} must be a pathlib.Path or None, got '/x': as in Path\('/kv'\)"):
+        ConnectorSettings(**{name: "/x"})  # type: ignore[arg-type]
+
+
 def test_the_documents_example_can_be_pasted() -> None:
     command = DOCUMENT.read_text("utf-8").split("```\n")[1]
     words = shlex.split(command)
