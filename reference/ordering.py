@@ -10,6 +10,7 @@ Contracts, whatever the policy: ORD-1, ORD-2, ORD-3 of `lamella.reference`.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Final, Protocol
@@ -136,6 +137,36 @@ class RoundRobin:
 ORDERS: Final[dict[str, OrderPolicy]] = {
     policy.name: policy for policy in (Fifo(), ShortestRemaining(), Deadline(), RoundRobin())
 }
+
+
+_CHECKED: Final = frozenset(map(type, ORDERS.values()))
+"""Their keys fit by a law that is tested, so a simulation of thousands of loads does not look at each."""
+
+
+def slice_keys(order: OrderPolicy, submission: Submission) -> tuple[int, ...]:
+    """The policy's keys of the submission, one a slice; for the model's links.
+
+    Raises:
+        TypeError: a policy of somebody's own gave what is no sequence of whole numbers.
+        ValueError: it gave too few keys, too many, or one beyond 64 bits.
+    """
+    keys = order.keys(submission)
+    if type(order) in _CHECKED:
+        return keys
+    wrong: type[Exception] = ValueError
+    try:
+        found = tuple(keys)
+        if len(array("q", found)) == len(submission.slice_bytes):
+            return found
+    except TypeError:
+        wrong = TypeError
+    except OverflowError:
+        pass
+    name = getattr(order, "name", type(order).__name__)
+    raise wrong(
+        f"order policy {name!r} must give a tuple of {len(submission.slice_bytes)} keys, one for each of "
+        f"submission.slice_bytes, each a whole number of 64 bits; its keys() gave {keys!r}"
+    )
 
 
 def parse_order(text: str) -> OrderPolicy:

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from lamella.reference.ordering import OrderPolicy, Submission
+from lamella.reference.ordering import OrderPolicy, Submission, slice_keys
 from lamella.reference.release import ReleasePolicy, ReleaseView
 
 
@@ -165,7 +165,7 @@ def schedule_link(requests: Sequence[TimedRequest], order: OrderPolicy) -> list[
         while len(keys) < len(requests) and requests[len(keys)].arrival_ns <= free_ns:
             index = len(keys)
             submission = _submission(index, requests[index], service_round)
-            keys.append(order.keys(submission))
+            keys.append(slice_keys(order, submission))
             start_rounds.append(service_round)
             if keys[index]:
                 heapq.heappush(heads, (keys[index][0], index, 0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from lamella.reference.ordering import OrderPolicy
+from lamella.reference.ordering import OrderPolicy, slice_keys
 from lamella.sim.clock import Clock, Phase
 from lamella.sim.stations import SliceNote, Transfer
 
@@ -35,7 +35,7 @@ class SharedLink:
 
     def submit(self, transfer: Transfer) -> None:
         """The transfer shares the link from now on."""
-        transfer.keys = self._order.keys(transfer.submission)
+        transfer.keys = slice_keys(self._order, transfer.submission)
         if transfer.keys and transfer.available:
             self._join(transfer)
 

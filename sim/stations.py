@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-from lamella.reference.ordering import OrderPolicy, Submission
+from lamella.reference.ordering import OrderPolicy, Submission, slice_keys
 from lamella.reference.slices import Slice
 from lamella.reference.timeline import Load
 from lamella.sim.clock import Clock, Phase
@@ -223,7 +223,7 @@ class Link:
         """The transfer's slices compete from now on; its keys are fixed here, once."""
         one = transfer.submission  # spelled out: dataclasses.replace takes seven times as long
         transfer.submission = Submission(one.sequence, one.arrival_ns, one.slice_bytes, one.deadline_ns, self._round)
-        transfer.keys = self._order.keys(transfer.submission)
+        transfer.keys = slice_keys(self._order, transfer.submission)
         if transfer.keys and transfer.available:
             self._compete(transfer)
 

@@ -1,10 +1,13 @@
 """Order policies: keys are integers fixed at submission (ORD-3), and the smallest key wins."""
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella.reference.ordering import LARGEST_KEY, ORDERS, OrderPolicy, Submission, parse_order
+from lamella.reference.ordering import LARGEST_KEY, ORDERS, OrderPolicy, Submission, parse_order, slice_keys
 from lamella.reference.timeline import Load, TimedRequest, schedule_link
 
 SUBMISSIONS = st.builds(
@@ -93,3 +96,42 @@ def test_a_policy_is_found_by_its_name(name: str) -> None:
 def test_an_unknown_order_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"fifo, shortest_remaining, deadline, round_robin; got 'lifo'"):
         parse_order("lifo")
+
+
+@dataclass(frozen=True)
+class Mine:
+    """A policy that gives whatever it was told to."""
+
+    given: Any
+    name: str = "mine"
+
+    def keys(self, submission: Submission) -> tuple[int, ...]:
+        return self.given  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(
+    ("given_keys", "error"),
+    [
+        ((1,), ValueError),
+        ((1, 2, 3), ValueError),
+        ((), ValueError),
+        ((1, LARGEST_KEY + 1), ValueError),
+        ((1.0, 2.0), TypeError),
+        (("a", "b"), TypeError),
+        ((None, None), TypeError),
+        (None, TypeError),
+        (7, TypeError),
+    ],
+)
+def test_a_policy_whose_keys_do_not_fit_the_slices_is_refused_by_its_name(
+    given_keys: Any, error: type[Exception]
+) -> None:
+    says = r"order policy 'mine' must give a tuple of 2 keys, .* each a whole number of 64 bits; its keys\(\) gave "
+    with pytest.raises(error, match=says):
+        slice_keys(Mine(given_keys), Submission(0, 0, (8, 8)))
+    with pytest.raises(error, match=says):
+        schedule_link([request(0, 2)], Mine(given_keys))
+
+
+def test_keys_in_a_list_are_as_good_as_in_a_tuple() -> None:
+    assert slice_keys(Mine([2, 1]), Submission(0, 0, (8, 8))) == (2, 1)

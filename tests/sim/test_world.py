@@ -10,12 +10,13 @@ import pytest
 from simpy.events import Event
 
 from exactness import random_scenario
-from lamella.reference.ordering import ORDERS, Fifo, ShortestRemaining
+from lamella.reference.ordering import ORDERS, Fifo, ShortestRemaining, Submission
 from lamella.reference.release import First, JustInTime, ReleasePolicy, Whole
 from lamella.reference.slices import plan_slices
 from lamella.reference.timeline import Load, StepRule, TimedRequest, compute_timeline
 from lamella.sim.clock import Clock, Phase
 from lamella.sim.engine import Engine
+from lamella.sim.hardware import Hardware, Sharing
 from lamella.sim.scheduler import EngineSettings, Request, SubmitAt
 from lamella.sim.stations import Prefill, plan_load
 from lamella.sim.world import RequestRecord, World
@@ -283,6 +284,22 @@ def test_what_went_in_came_out() -> None:
 def test_impossible_requests_are_refused(wrong: Request) -> None:
     with pytest.raises(ValueError, match=r"at least 1 token|all 4 layers"):
         World(LinearCompute(), Fifo(), Whole()).arrive(wrong)
+
+
+class TooFew:
+    """An order of one's own that forgot that keys are one a slice."""
+
+    name = "too few"
+
+    def keys(self, submission: Submission) -> tuple[int, ...]:
+        return (submission.sequence,)
+
+
+@pytest.mark.parametrize("sharing", list(Sharing))
+def test_an_order_of_ones_own_that_gives_too_few_keys_is_refused_by_its_name(sharing: Sharing) -> None:
+    world = World(LinearCompute(), TooFew(), First(), hardware=Hardware(sharing=sharing))
+    with pytest.raises(ValueError, match=r"order policy 'too few' must give a tuple of 4 keys.*keys\(\) gave \(0,\)"):
+        run(world, (0, Request(8, 8, load=load_of(40))))
 
 
 @pytest.mark.parametrize("wrong", [{"token_budget": 0}, {"max_batch": 0}, {"idle_poll_ns": -1}, {"start_delay_ns": -1}])
