@@ -183,6 +183,7 @@ class PoolObjectsMachine(RuleBasedStateMachine):
         self.numbers = count(1000)
         self.kept: dict[Prefix, int] = {}  # chunks of the prompts under way
         self.stores: list[StoreOrder] = []
+        self.chunks: dict[int, Sequence[ChunkKey]] = {}  # by store; an order itself names those for the file tier alone
         self.loads: list[LoadOrder] = []
         self.puts: dict[int, tuple[StoreOrder, int]] = {}  # by store: ranks whose tiers may still read its slots
         self.outdated: set[int] = set()
@@ -212,7 +213,9 @@ class PoolObjectsMachine(RuleBasedStateMachine):
         read = {slot for order, _left in self.puts.values() for slot in order.slots}
         for order in found:
             assert read.isdisjoint(order.slots), "a tier still reads what another store would write"
-            if self.pool.keeps_files:
+            self.chunks[order.number] = keys_of(document)[order.first_chunk :][: len(order.slots)]
+            assert order.keys in ((), self.chunks[order.number])
+            if order.keys:
                 self.puts[order.number] = order, self.num_ranks
 
     @precondition(lambda self: self.stores)
@@ -221,10 +224,10 @@ class PoolObjectsMachine(RuleBasedStateMachine):
         order = self.stores.pop(pick % len(self.stores))
         if not ok or order.number in self.outdated:
             self.failed.add(order.number)
-            self.lost |= {tuple(key.prefix) for key in order.keys}
+            self.lost |= {tuple(key.prefix) for key in self.chunks[order.number]}
         self.pool.objects.store_ended(order, ok=ok)
         ready = set(self.pool.objects.index.ready_keys())
-        assert order.number not in self.outdated or ready.isdisjoint(order.keys), (
+        assert order.number not in self.outdated or ready.isdisjoint(self.chunks[order.number]), (
             "stored before a reset, found behind it"
         )
 
