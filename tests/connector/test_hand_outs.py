@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from connector.test_vllm_scheduler import Request, done, loading, output_of, side_of, stored
 from connector.test_who_waits import runs_at_random
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.loads import WorkBook
@@ -22,6 +21,7 @@ from lamella.connector.step_orders import Ended, StepOrders, StepReport
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.worker_loads import WorkerLoads
+from scheduler_side import Request, done, loading, output_of, side_of, stored
 
 
 def test_whoever_is_let_run_at_a_hand_out_is_waited_for_and_reported_once_whatever_happens_to_him() -> None:

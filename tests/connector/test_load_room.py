@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from connector.test_vllm_scheduler import BLOCK, Request, done, output_of, side_of, stored
 from lamella.connector.step_orders import Ended
 from lamella.connector.vllm_scheduler import SchedulerSide
+from scheduler_side import BLOCK, Request, done, output_of, side_of, stored
 
 GIB_OF_40_TOKENS = 40 * 64 / (1 << 30)
 FIRST_BLOCK = 1000

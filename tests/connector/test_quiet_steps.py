@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.test_vllm_scheduler import Request, done
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_orders import Ended, StepOrders
 from lamella.connector.tier_prefetch import RankObjects
@@ -21,6 +20,7 @@ from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import KeySpace
 from python_calls import counted_calls
+from scheduler_side import Request, done
 
 BLOCK, CHUNK = 16, 64
 SPACE = KeySpace("m", "float32", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, 4))

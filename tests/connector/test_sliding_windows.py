@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.test_stores_without_room import Stingy
-from connector.test_vllm_scheduler import BLOCK, CHUNK, SPACE, Pool, Request, done, output_of
 from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.objects import PoolObjects, Refusal
 from lamella.connector.step_orders import Ended, StoreOrder
@@ -18,6 +17,7 @@ from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.windows import Windows
+from scheduler_side import BLOCK, CHUNK, SPACE, Pool, Request, done, output_of
 
 
 def side_of(*windows: int | None) -> SchedulerSide:

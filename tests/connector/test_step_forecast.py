@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from connector.test_quiet_steps import Engine
-from connector.test_vllm_scheduler import Request, done
 from lamella.connector import step_forecast
 from lamella.connector.auto_choice import AutoChoice
 from lamella.connector.connector_metrics import Metrics
@@ -24,6 +23,7 @@ from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import KeySpace
 from lamella.reference.release import parse_release
 from lamella.reference.slices import plan_slices
+from scheduler_side import Request, done
 
 MS = 1_000_000
 LAYERS = 32

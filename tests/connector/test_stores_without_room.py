@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.test_vllm_scheduler import BLOCK, CHUNK, SPACE, Request, done, output_of, side_of
 from lamella.connector.objects import PoolObjects, Refusal, Taken
 from lamella.connector.step_orders import Ended, StoreOrder
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.reference.keys import ChunkKey, chunk_keys
+from scheduler_side import BLOCK, CHUNK, SPACE, Request, done, output_of, side_of
 
 NUM_SLOTS = 16
 

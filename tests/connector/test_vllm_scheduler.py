@@ -2,102 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lamella.connector.batch_blocks import BatchBlocks, Scheduled
-from lamella.connector.engine_facts import EngineFacts
 from lamella.connector.step_orders import Ended, StepReport
-from lamella.connector.tier_prefetch import RankObjects
-from lamella.connector.vllm_scheduler import SchedulerSide
-from lamella.connector.vllm_settings import ConnectorSettings
-from lamella.reference.geometry import ObjectForm
-from lamella.reference.keys import KeySpace
-
-BLOCK, CHUNK = 4, 8
-SPACE = KeySpace("m", "float32", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, 4))
-
-
-class Request:
-    """A request as vLLM has it, as far as the connector looks."""
-
-    cache_salt = lora_request = mm_features = prompt_embeds = pooling_params = None
-
-    def __init__(self, name: str, tokens: list[int]) -> None:
-        self.request_id = name
-        self.all_token_ids = tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
-
-
-class Pool:
-    """The engine's block pool: remembers what was evicted."""
-
-    def __init__(self) -> None:
-        self.evicted: set[int] = set()
-
-    def evict_blocks(self, blocks: set[int]) -> None:
-        self.evicted |= blocks
-
-
-def side_of(num_ranks: int = 1, **settings: Any) -> SchedulerSide:
-    facts = EngineFacts((BLOCK,), 64, num_ranks, SPACE)
-    side = SchedulerSide(ConnectorSettings(**{"layers_per_slice": 1, **settings}), facts)
-    side.set_ranks([RankObjects(b"s" * 32, 512)] * num_ranks, 16)
-    side.bind_block_pool(Pool())
-    return side
-
-
-def output_of(*batch: tuple[str, list[int], int, int], new: bool = True) -> Any:
-    """vLLM's SchedulerOutput: (name, blocks, computed, scheduled) of each request."""
-    fresh = (
-        [SimpleNamespace(req_id=n, block_ids=([*b],), num_computed_tokens=c) for n, b, c, _s in batch] if new else []
-    )
-    cached = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
-    if not new:
-        cached.req_ids = [name for name, *_rest in batch]
-        cached.new_block_ids = [([*blocks],) if blocks else None for _name, blocks, *_rest in batch]
-        cached.num_computed_tokens = [computed for _name, _blocks, computed, _scheduled in batch]
-    return SimpleNamespace(
-        scheduled_new_reqs=fresh,
-        scheduled_cached_reqs=cached,
-        num_scheduled_tokens={name: scheduled for name, _b, _c, scheduled in batch},
-        total_num_scheduled_tokens=sum(scheduled for *_rest, scheduled in batch),
-    )
-
-
-def done(side: SchedulerSide, received: set[str] | None = None, bad: set[int] | None = None, **ended: Any) -> Any:
-    output = SimpleNamespace(finished_recving=received, finished_sending=None, invalid_block_ids=bad or set())
-    side.step_done(output, StepReport(**ended))
-    return output
-
-
-def stored(side: SchedulerSide, name: str, num_tokens: int, blocks: list[int]) -> Request:
-    """A request whose full chunks were computed in one step and stored."""
-    request = Request(name, list(range(num_tokens)))
-    assert side.matched_tokens(request, 0) == (0, False)
-    side.allocated(request, (blocks,), 0)
-    orders = side.step_orders(output_of((name, blocks, 0, num_tokens)))
-    (store,) = orders.stores
-    done(side, stores={store.number: Ended(side._facts.num_ranks, True)})
-    assert not side.request_ended(request)
-    return request
-
-
-def loading(side: SchedulerSide, name: str, num_tokens: int, blocks: list[int]) -> tuple[Request, Any]:
-    request = Request(name, list(range(num_tokens)))
-    wanted, parked = side.matched_tokens(request, 0)
-    assert parked
-    assert wanted
-    side.allocated(request, (blocks,), wanted)
-    (load,) = side.step_orders(output_of()).loads
-    return request, load
+from scheduler_side import BLOCK, Request, done, loading, output_of, side_of, stored
 
 
 def test_a_hit_is_whole_blocks_and_leaves_the_last_token() -> None:
@@ -280,70 +192,6 @@ def test_a_prompt_with_media_and_another_tenants_chunks_are_a_miss() -> None:
     tenant.cache_salt = "tenant"  # type: ignore[assignment]
     assert side.matched_tokens(picture, 0) == (0, False)
     assert side.matched_tokens(tenant, 0) == (0, False)
-
-
-@pytest.mark.parametrize("ok", [True, False])
-@pytest.mark.parametrize("second_ends", ["before the put", "behind it"])
-def test_a_rank_whose_tier_is_done_before_another_rank_has_stored_is_taken_in(
-    tmp_path: Path, ok: bool, second_ends: str
-) -> None:
-    """It ended the engine, and slots of a store that failed on one rank were written while another's tier read them."""
-    tmp_path.chmod(0o700)
-    side = side_of(num_ranks=2, file_tier=tmp_path)
-    side.matched_tokens(request := Request("a", list(range(8))), 0)
-    while side.matched_tokens(request, 0)[0] is None:
-        threading.Event().wait(0.001)
-    side.allocated(request, ([1, 2],), 0)
-    (store,) = side.step_orders(output_of(("a", [1, 2], 0, 8))).stores
-    reports = [{"stores": {store.number: Ended(1, True)}}, {"puts": {store.number: Ended(1, True)}}]
-    reports.insert(1 if second_ends == "before the put" else 2, {"stores": {store.number: Ended(1, ok)}})
-    for report in reports:
-        done(side, **report)
-        assert side.has_open_work
-        assert side.objects.index.occupancy().free == 15
-    done(side, puts={store.number: Ended(1, ok)})
-    assert not side.has_open_work
-    assert side.objects.index.occupancy().free == (15 if ok else 16)
-    side.close()
-
-
-def test_a_store_that_was_dropped_is_tried_again_beside_a_tier_too(tmp_path: Path) -> None:
-    tmp_path.chmod(0o700)
-    side = side_of(file_tier=tmp_path)
-    side.matched_tokens(request := Request("a", list(range(8))), 0)
-    while side.matched_tokens(request, 0)[0] is None:
-        threading.Event().wait(0.001)
-    side.allocated(request, ([1, 2, 3],), 0)
-    (store,) = side.step_orders(output_of(("a", [1, 2, 3], 0, 8))).stores
-    request.all_token_ids.append(9)
-    done(side, stores={store.number: Ended(1, False)}, puts={store.number: Ended(1, False)})
-    (again,) = side.step_orders(output_of(("a", [], 8, 1), new=False)).stores
-    assert (again.slots, again.keys) == (store.slots, store.keys)
-    side.close()
-
-
-def test_a_disk_that_is_slower_than_the_engine_takes_half_of_the_pool_and_no_more(tmp_path: Path) -> None:
-    """Slots are taken until their files are there: behind a slow disk all would be, and nothing new could be kept."""
-    tmp_path.chmod(0o700)
-    side = side_of(file_tier=tmp_path)
-    index = side.objects.index
-    keeps, slots = [], []
-    for number in range(12):
-        name, blocks = f"r{number}", [1, 2, 3, 4]
-        request = Request(name, [number] * 16)
-        while side.matched_tokens(request, 0)[0] is None:
-            threading.Event().wait(0.001)
-        side.allocated(request, (blocks,), 0)
-        (store,) = side.step_orders(output_of((name, blocks, 0, 16))).stores
-        done(side, stores={store.number: Ended(1, True)})
-        side.request_ended(request)
-        keeps.append(bool(store.keys))
-        slots.append(store)
-    assert keeps == [True] * 4 + [False] * 8  # of 16 slots, two each
-    assert index.occupancy().pins == 8
-    done(side, puts={store.number: Ended(1, True) for store in slots if store.keys})
-    assert (index.occupancy().pins, side.objects.num_open, side.objects._behind) == (0, 0, 0)
-    side.close()
 
 
 def test_whatever_a_tenant_or_an_adapter_is_called_it_has_keys_of_its_own() -> None:
