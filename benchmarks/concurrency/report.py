@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import signal
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -334,4 +335,5 @@ def predictions_in(path: Path) -> dict[tuple[str, str], float]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # a reader that has seen enough, such as head, ends it quietly
     raise SystemExit(main())

@@ -1,7 +1,9 @@
-"""What measure.py says to a command line that cannot mean anything, before an engine starts."""
+"""What measure.py says to a command line that cannot mean anything, before an engine starts; and report.py to head."""
 
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -9,6 +11,8 @@ import pytest
 from concurrency import measure
 from concurrency.arms import ARMS
 from concurrency.groups import GROUPS
+
+ROOT = Path(__file__).parents[2]
 
 
 def said(
@@ -78,3 +82,14 @@ def test_every_arm_is_in_a_group_or_is_the_control_or_is_what_one_by_other_graph
     assert {
         name for name in ARMS.keys() - in_groups if f"{name.removesuffix('_first')}_both_graphs" not in in_groups
     } == {"early_read"}
+
+
+def test_a_report_whose_reader_has_seen_enough_ends_without_a_word() -> None:
+    run = ROOT / "benchmarks" / "results" / "h200-2026-11-30-grid-new1024.jsonl.xz"
+    command = [sys.executable, ROOT / "benchmarks" / "concurrency" / "report.py", run]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as report:
+        assert report.stdout is not None
+        report.stdout.close()  # before anything is written: all of it fits into a pipe
+        assert report.stderr is not None
+        assert report.stderr.read() == b""
+    assert report.returncode == -signal.SIGPIPE
