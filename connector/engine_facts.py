@@ -7,6 +7,14 @@ from dataclasses import dataclass
 from lamella.reference.keys import KeySpace
 
 
+def is_taken_back_whole(num_groups: int, recomputes_windows: bool) -> bool:
+    """Whether a load that fails is taken back as a whole, before anybody has run on it, and loads are released so.
+
+    Of several groups vLLM takes back no part; where a window slides, what comes before the part would be gone.
+    """
+    return num_groups > 1 or recomputes_windows
+
+
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """An engine's caches and ranks.
@@ -41,8 +49,5 @@ class EngineFacts:
 
     @property
     def is_taken_back_whole(self) -> bool:
-        """Whether a load that fails is taken back as a whole, before anybody has run on it, and loads are released so.
-
-        Of several groups vLLM takes back no part; where a window slides, what comes before the part would be gone.
-        """
-        return len(self.block_tokens) > 1 or self.recomputes_windows
+        """See the function."""
+        return is_taken_back_whole(len(self.block_tokens), self.recomputes_windows)

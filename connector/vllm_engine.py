@@ -221,7 +221,7 @@ def rank_facts(vllm_config: Any, kv_cache_config: Any, settings: ConnectorSettin
         space,
         rank,
         first_layer,
-        is_taken_back_whole=len(groups) > 1 or _recomputes_windows(vllm_config, kv_cache_config.kv_cache_groups),
+        recomputes_windows=_recomputes_windows(vllm_config, kv_cache_config.kv_cache_groups),
         engine=_engine_name(vllm_config),
         rank=rank,
         num_ranks=parallel.world_size,

@@ -15,6 +15,7 @@ from lamella.connector.back_end import back_end_of
 from lamella.connector.cache_shapes import DescribedCaches, GroupShape, describe_caches
 from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
+from lamella.connector.engine_facts import is_taken_back_whole
 from lamella.connector.mover import PoolMover, RankPlace
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
@@ -49,7 +50,7 @@ class RankFacts:
         tp_rank: this rank's share of the heads.
         first_layer: model layer of this stage's first.
         full_graphs: batches that are replayed as one captured graph: "", "decode" or "any".
-        is_taken_back_whole: as the scheduler side's, see `EngineFacts`.
+        recomputes_windows: as the scheduler side's, see `EngineFacts`.
         engine: name of the engine, the same for all of its ranks and no other's.
         rank, num_ranks: counted over the engine.
     """
@@ -59,10 +60,15 @@ class RankFacts:
     tp_rank: int
     first_layer: int
     full_graphs: str = ""
-    is_taken_back_whole: bool = False
+    recomputes_windows: bool = False
     engine: str = ""
     rank: int = 0
     num_ranks: int = 1
+
+    @property
+    def is_taken_back_whole(self) -> bool:
+        """As the scheduler side's."""
+        return is_taken_back_whole(len(self.groups), self.recomputes_windows)
 
 
 def _check_release(settings: ConnectorSettings, num_layers: int) -> None:
@@ -138,7 +144,7 @@ class WorkerSide:
         if settings.needs_forecast:
             sees_landings = self.mover.engine is not None  # a server that moves them is looked at once a step
             self._observations = Observations(marks_of(self._device), sees_landings=sees_landings)
-        self._by_request = facts.is_taken_back_whole or len(facts.groups) > 1
+        self._by_request = facts.is_taken_back_whole
         self._layerwise = choice.layerwise
         self.captured: CapturedWaits | None = None
         """Waits inside captured graphs, where they are asked for."""

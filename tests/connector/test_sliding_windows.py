@@ -9,51 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connector.test_stores_without_room import Stingy
 from lamella.connector.engine_facts import EngineFacts
-from lamella.connector.objects import PoolObjects, Refusal
+from lamella.connector.objects import Refusal
 from lamella.connector.step_orders import Ended, StoreOrder
-from lamella.connector.tier_prefetch import RankObjects
 from lamella.connector.vllm_scheduler import SchedulerSide
 from lamella.connector.vllm_settings import ConnectorSettings
 from lamella.connector.windows import Windows
-from scheduler_side import BLOCK, CHUNK, SPACE, Pool, Request, done, output_of
+from scheduler_side import BLOCK, CHUNK, SPACE, Request, Running, done, output_of, side_of
 
 
-def side_of(*windows: int | None) -> SchedulerSide:
-    facts = EngineFacts((BLOCK,) * len(windows), 64, 1, SPACE, windows=windows)
-    side = SchedulerSide(ConnectorSettings(layers_per_slice=1), facts)
-    side.set_ranks([RankObjects(b"s" * 32, 512)], 16)
-    side.bind_block_pool(Pool())
-    return side
-
-
-class Sliding:
+class Sliding(Running):
     """A request of an engine with one window: what it leaves behind is written by others at once, as vLLM may."""
 
     def __init__(self, window: int, *script: Refusal | None, num_tokens: int) -> None:
-        self.side = side_of(window)
-        assert isinstance(self.side.objects, PoolObjects)
-        self.side.objects.reserve = Stingy(self.side.objects, [*script]).reserve  # type: ignore[method-assign]
+        super().__init__(*script, num_tokens=num_tokens, windows=(window,))
         self.window = window
-        self.table: list[int] = []
         self.gone: set[int] = set()
-        self.computed = 0
-        self.request = Request("a", list(range(num_tokens)))
-        self.side.matched_tokens(self.request, 0)
-        self.side.allocated(self.request, ([],), 0)
 
-    def step(self, num_tokens: int) -> tuple[StoreOrder, ...]:
+    @property
+    def table(self) -> list[int]:
+        """Blocks are counted from 1."""
+        return list(range(1, -(-self.computed // BLOCK) + 1))
+
+    def step(self, num_tokens: int = 1) -> tuple[StoreOrder, ...]:
         self.gone |= set(self.table[: max(0, self.computed - self.window + 1) // BLOCK])
-        more = [len(self.table) + 1 + n for n in range(-(-(self.computed + num_tokens) // BLOCK) - len(self.table))]
-        self.table += more
-        output = output_of(("a", more, self.computed, num_tokens), new=not self.computed)
-        self.computed += num_tokens
-        while self.request.num_tokens <= self.computed:
-            self.request.all_token_ids.append(self.request.num_tokens)
-        orders = self.side.step_orders(output).stores
-        done(self.side, stores={order.number: Ended(1, True) for order in orders})
-        return orders
+        return super().step(num_tokens)
 
 
 @given(
@@ -113,7 +93,7 @@ def test_where_a_failed_load_is_computed_anew_over_a_window_no_load_joins_its_st
 
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_store_ends_before_a_load_writes_into_its_blocks_of_whichever_group(group: int) -> None:
-    side = side_of(None, CHUNK)
+    side = side_of(windows=(None, CHUNK))
     request = Request("a", list(range(16)))
     tables = ([1, 2, 3, 4], [5, 6, 7, 8])
     side.matched_tokens(request, 0)

@@ -2,72 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lamella.connector.objects import PoolObjects, Refusal, Taken
-from lamella.connector.step_orders import Ended, StoreOrder
+from lamella.connector.objects import PoolObjects, Refusal
+from lamella.connector.step_orders import Ended
 from lamella.connector.vllm_scheduler import SchedulerSide
-from lamella.reference.keys import ChunkKey, chunk_keys
-from scheduler_side import BLOCK, CHUNK, SPACE, Request, done, output_of, side_of
+from lamella.reference.keys import chunk_keys
+from scheduler_side import CHUNK, SPACE, Request, Running, done, output_of
 
 NUM_SLOTS = 16
-
-
-class Stingy:
-    """A pool that refuses by a script, each look counted; what it does not refuse, the real one answers."""
-
-    def __init__(self, pool: PoolObjects, script: list[Refusal | None]) -> None:
-        self._reserve = pool.reserve
-        self.script = script
-        self.tries: list[int] = []
-        """Chunks of each try."""
-
-    def reserve(self, request: str, keys: Any, first: int, *rest: Any) -> Taken:
-        self.tries.append(len(keys) - first)
-        refusal = self.script.pop(0) if self.script else None
-        return self._reserve(request, keys, first, *rest) if refusal is None else Taken([], refusal)
-
-
-class Running:
-    """One request that decodes, a token a step."""
-
-    def __init__(self, *script: Refusal | None, num_tokens: int = 2 * CHUNK) -> None:
-        self.side: SchedulerSide = side_of()
-        self.pool = self.side.objects
-        assert isinstance(self.pool, PoolObjects)
-        self.stingy = Stingy(self.pool, [*script])
-        self.pool.reserve = self.stingy.reserve  # type: ignore[method-assign]
-        self.computed = 0
-        self.request = Request("a", list(range(num_tokens)))
-        self.side.matched_tokens(self.request, 0)
-        self.side.allocated(self.request, ([],), 0)
-
-    def step(self, num_tokens: int = 1) -> tuple[StoreOrder, ...]:
-        """So many more tokens are computed, of which the last gives another; its stores end with it."""
-        first, end = -(-self.computed // BLOCK), -(-(self.computed + num_tokens) // BLOCK)
-        output = output_of(("a", list(range(first + 1, end + 1)), self.computed, num_tokens), new=not self.computed)
-        self.computed += num_tokens
-        while self.request.num_tokens <= self.computed:
-            self.request.all_token_ids.append(self.request.num_tokens)
-        orders = self.side.step_orders(output).stores
-        done(self.side, stores={order.number: Ended(1, True) for order in orders})
-        return orders
-
-    @property
-    def num_kept(self) -> int:
-        """Chunks of the request that could be hit."""
-        return self.pool.index.leading_hits(self.keys)
-
-    @property
-    def keys(self) -> tuple[ChunkKey, ...]:
-        return chunk_keys(SPACE, self.request.all_token_ids)
-
-    def count(self, name: str) -> int:
-        return self.side.metrics.total(name)
 
 
 def occupied(side: SchedulerSide) -> tuple[int, ...]:

@@ -32,6 +32,7 @@ from lamella.server.engine_mover import EngineMover
 from lamella.server.engine_objects import ANSWER_S, EngineObjects
 from lamella.server.protocol import TransferSide
 from rank_driver import BLOCK, CHUNK, RankMemory, ServerProcess, serving
+from scheduler_side import Request
 from waiting import wait_until
 
 pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MISSING))
@@ -39,21 +40,6 @@ pytestmark = pytest.mark.skipif(ENGINE_MISSING is not None, reason=str(ENGINE_MI
 SPACE = KeySpace("small", "uint16", ObjectForm.TOKEN, "logical", CHUNK, 0, 1, (0, 8))
 HERE, THERE = tuple(range(1, 9)), tuple(range(20, 29))
 TOKENS = list(range(4 * CHUNK))
-
-
-class Request:
-    """A request as vLLM has it, as far as the connector looks."""
-
-    cache_salt: Any = None
-    lora_request = mm_features = prompt_embeds = pooling_params = None
-
-    def __init__(self, name: str, tokens: list[int]) -> None:
-        self.request_id = name
-        self.all_token_ids = tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.all_token_ids)
 
 
 class Rank:
