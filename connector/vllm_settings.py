@@ -151,7 +151,7 @@ class ConnectorSettings:
     carrier: str = "event"
     full_graphs: str = "before"
     before_batch: bool = False
-    staging_mib: int = 64
+    staging_mib: int = 256
     window_mib: int = 16
     turn_mib: int = 32
     in_flight_mb: int = 55

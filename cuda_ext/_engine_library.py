@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import os
 import struct
@@ -24,6 +25,22 @@ TIMEOUT, STOPPED = 4, 5
 
 OnDrained = ctypes.CFUNCTYPE(None, c_void_p, c_uint64)
 """`on_drained` of a submission; called on the lane's native thread."""
+
+
+class Fault(enum.IntEnum):
+    """What tests plant: `lm_fault`."""
+
+    ISSUED = 0
+    """The window fails when it is issued."""
+
+    COMPLETED = 1
+    """The window fails when it completes."""
+
+    LOST = 2
+    """The device is lost before the window is issued."""
+
+    STUCK = 3
+    """The window never completes."""
 
 
 class TransferStopped(RuntimeError):  # noqa: N818 - a state that was reached, not always somebody's mistake

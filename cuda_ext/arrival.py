@@ -40,7 +40,8 @@ class Carrier(enum.Enum):
 
     What such a stream holds back must not be what the slice needs: kernels must have been loaded before (by a run, or
     by `CUDA_MODULE_LOADING=EAGER`), because loading waits for the device; and the stream must not have the highest
-    priority, whose hardware queues the transfer's copies use. The transfer's deadline ends such a wait.
+    priority, whose hardware queues the transfer's copies use. The engine does at its creation whatever CUDA sets up at
+    a first use, because that can be made to wait as well. The transfer's deadline ends such a wait.
     """
 
 

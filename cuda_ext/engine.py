@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lamella.cuda_ext import _engine_library as abi
+from lamella.cuda_ext._engine_library import Fault
 from lamella.cuda_ext._execution import HostObjects
 from lamella.cuda_ext.arrival import AfterEvent, Carrier, Fence, HostFence
 from lamella.cuda_ext.engine_options import deadline_ns, engine_options
@@ -33,9 +34,9 @@ from lamella.reference.ordering import Fifo, OrderPolicy, Submission
 from lamella.reference.plan import Direction, TransferRequest, check_request
 from lamella.reference.slices import Slice
 
-__all__ = ["LaneStatus", "RegisteredCache", "TransferEngine"]
+__all__ = ["Fault", "LaneStatus", "RegisteredCache", "TransferEngine"]
 
-DEFAULT_STAGING_BYTES = 64 << 20
+DEFAULT_STAGING_BYTES = 256 << 20
 DEFAULT_WINDOW_BYTES = 16 << 20
 """Copies pause about 3.5 µs between windows (measured on an H200), so a window is 0.3 ms of wire."""
 
@@ -71,7 +72,9 @@ class TransferEngine:
         num_layers: most layers of a stage that will be registered.
         staging_bytes: the staging ring that both directions share; all device memory the engine takes but a little.
         window_bytes: bytes that move as one; at least a block of a layer. A cancel takes effect within one.
-        in_flight_bytes: bound on bytes enqueued at the device, a direction.
+        in_flight_bytes: bound on bytes enqueued that have not left the wire, a direction. Those that have left it and
+            wait for a kernel to scatter them are bounded by the ring alone, which by default holds what moves in four
+            milliseconds: kernels that fill the device keep a scatter waiting, and the wire must not wait with it.
         turn_bytes: bytes that a lane copies, in whole windows, until copies that others have enqueued on the same
             device come in between; 0: they wait until the lane has nothing to copy, which can be very long.
         carrier: how streams learn that a slice has landed.
@@ -342,9 +345,9 @@ class TransferEngine:
         """Paced CPU device: lets that many more windows of the direction move."""
         self._call("lm_engine_grant", _DIRECTIONS[direction], windows)
 
-    def plant_fault(self, direction: Direction, window: int, *, on_completion: bool = False) -> None:
-        """For tests: the direction's window of that number, counted from the first, fails."""
-        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, int(on_completion))
+    def plant_fault(self, direction: Direction, window: int, fault: Fault = Fault.ISSUED) -> None:
+        """For tests: the direction's window of that number, counted from the first, meets the fault."""
+        self._call("lm_engine_plant_fault", _DIRECTIONS[direction], window, fault.value)
 
     # ---- the end
 

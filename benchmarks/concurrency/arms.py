@@ -37,7 +37,9 @@ AHEAD: Final[dict[str, Any]] = {"in_flight_mb": 768, "staging_mib": 1024}
 """As much as moves in 14 ms is enqueued: a wait for a layer on its way need not stop the model runner's thread."""
 TWO_MS: Final[dict[str, Any]] = {"in_flight_mb": 110, "staging_mib": 128}
 FOUR_MS: Final[dict[str, Any]] = {"in_flight_mb": 220, "staging_mib": 256}
-"""So long can a load's scatter wait for a kernel that has every multiprocessor before the link lies idle."""
+"""So long can a load's scatter wait for a kernel that has every multiprocessor before the link lies idle. Since 256 MiB
+are the ring's default and what waits for its scatter is not in flight, a scatter can wait so long in any case."""
+SMALL_RING: Final[dict[str, Any]] = {"staging_mib": 64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ _BY_ONE_KIND: Final = (
     Arm("fifo_ahead", _layerwise(**AHEAD)),
     Arm("fifo_two_ms", _layerwise(**TWO_MS)),
     Arm("fifo_four_ms", _layerwise(**FOUR_MS)),
+    Arm("fifo_small_ring", _layerwise(**SMALL_RING)),
     Arm("fifo_whole", _layerwise(release="whole")),
     Arm("fifo_jit", _layerwise(release="jit:step")),
     Arm("fifo_value", _layerwise(carrier="value")),
@@ -101,6 +104,7 @@ _BY_ONE_KIND: Final = (
     Arm("auto", _AUTO),
     Arm("auto_ahead", {**_AUTO, **AHEAD}),
     Arm("auto_four_ms", {**_AUTO, **FOUR_MS}),
+    Arm("auto_small_ring", {**_AUTO, **SMALL_RING}),
     Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
     Arm("auto_heavy", {**_AUTO, "bystander_weight": 2.0}),
     Arm("chunk_no_turns", {**_CHUNK, **_NO_TURNS}),
@@ -131,8 +135,8 @@ _BY_ONE_KIND: Final = (
 _BY_BOTH_TOO: Final = (
     "chunk_bounded", "chunk_deep", "chunk_no_turns", "chunk_beside", "interleaved_first", "interleaved_deep_no_turns",
     "fifo_first", "fifo_first8", "fifo_deep_first", "fifo_no_turns", "fifo_deep_no_turns", "fifo_whole", "fifo_jit",
-    "fifo_width8", "fifo_width32", "fifo_thread", "fifo_beside", "fifo_two_ms", "fifo_four_ms", "fifo_ahead", "sync",
-    "sync_width32", "auto", "auto_four_ms", "auto_ahead",
+    "fifo_width8", "fifo_width32", "fifo_thread", "fifo_beside", "fifo_two_ms", "fifo_four_ms", "fifo_ahead",
+    "fifo_small_ring", "sync", "sync_width32", "auto", "auto_four_ms", "auto_ahead", "auto_small_ring",
 )  # fmt: skip
 
 
@@ -167,6 +171,8 @@ _DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("110 MB enqueued instead of 55", "fifo_first", "fifo_two_ms"),
     ("220 MB enqueued instead of 55", "fifo_first", "fifo_four_ms"),
     ("the same, chosen", "auto", "auto_four_ms"),
+    ("a staging ring of 256 MiB instead of 64", "fifo_small_ring", "fifo_first"),
+    ("the same, chosen", "auto_small_ring", "auto"),
     ("copies that leave the engine's own no turn", "fifo_first", "fifo_no_turns"),
     ("the same, and then everything enqueued at once: the engine's copies wait", "fifo_no_turns", "fifo_deep_no_turns"),
     ("both, instead of neither", "fifo_first", "fifo_deep_no_turns"),

@@ -16,6 +16,15 @@
 namespace lamella {
 namespace {
 
+class CpuPoint final : public Point {
+ public:
+  bool reached() override { return reached_.load(std::memory_order_acquire); }
+  void reach() { reached_.store(true, std::memory_order_release); }
+
+ private:
+  std::atomic<bool> reached_{false};
+};
+
 class CpuMark final : public Mark {
  public:
   bool reached() override { return reached_ns_.load(std::memory_order_acquire) != 0; }
@@ -101,13 +110,16 @@ void move_pieces(const Transfer& transfer, const Window& window, std::uint64_t s
   }
 }
 
-void move_window(const Window& window) {
+void copy_window(const Window& window) {
+  for (const Copy& copy : window.copies) copy_rows(copy);
+}
+
+// All of it, or of one whose bytes have left the wire the rest.
+void move_window(const Window& window, bool has_left) {
   const Transfer& transfer = *window.transfer;
   const bool staged = is_staged(window.method);
-  const bool retrieve = transfer.direction == LM_RETRIEVE;
-  if (staged && !retrieve) move_pieces(transfer, window, window.staging);
-  for (const Copy& copy : window.copies) copy_rows(copy);
-  if (staged && retrieve) move_pieces(transfer, window, window.staging);
+  if (staged) move_pieces(transfer, window, window.staging);
+  if (!has_left) copy_window(window);
   if (window.method == LM_COPY_GATHER) move_pieces(transfer, window, 0);
 }
 
@@ -149,10 +161,18 @@ class CpuChannel final : public Channel {
   void issue(const std::shared_ptr<Window>& window) override {
     const auto mark = std::make_shared<CpuMark>();
     window->mark = mark;
+    const bool scattered = is_staged(window->method) && direction_ == LM_RETRIEVE;
+    const auto left = scattered ? std::make_shared<CpuPoint>() : nullptr;
+    window->left = left;
     // The window owns the mark, and the queue the window only until it has run.
-    enqueue({[this, window] {
+    enqueue({[this, window, left] {
+               if (left != nullptr) {  // staging may fill before the fence; blocks are touched behind it (XFER-3)
+                 copy_window(*window);
+                 left->reach();
+                 listener_.on_progress();
+               }
                if (window->first) wait_for_fence(*window->transfer);
-               if (!window->transfer->fence_missed.load()) move_window(*window);
+               if (!window->transfer->fence_missed.load()) move_window(*window, left != nullptr);
                if (window->count_address != 0) store_word(window->count_address, window->count_value);
              },
              mark, window->num_bytes > 0});
@@ -205,7 +225,8 @@ class CpuChannel final : public Channel {
     changed_.notify_all();
   }
 
-  // Until the fence opens. A stopped transfer or the engine's end gives it up, and then nothing of the transfer moves.
+  // Until the fence opens. A stopped transfer or the engine's end gives it up, and then nothing of the transfer moves:
+  // its marks are reached all the same, but nothing of it has landed.
   void wait_for_fence(Transfer& transfer) {
     if (transfer.fence == nullptr) return;
     {
@@ -216,7 +237,10 @@ class CpuChannel final : public Channel {
       const std::lock_guard<std::mutex> lock(mutex_);
       return abandoned_ || transfer.stopping();
     });
-    transfer.fence_missed.store(!opened);
+    if (!opened) {
+      transfer.fence_missed.store(true);
+      transfer.stop(LM_CANCELLED, "the engine was closed");  // unless a stop is why it was given up
+    }
     const std::lock_guard<std::mutex> lock(mutex_);
     fence_ = nullptr;
   }
@@ -266,10 +290,10 @@ class CpuDevice final : public Device {
   }
 
   std::uint64_t take_staging(std::int64_t bytes) override {
-    staging_ = std::vector<unsigned char>(static_cast<std::size_t>(bytes));
-    return reinterpret_cast<std::uintptr_t>(staging_.data());
+    staging_.reset(new unsigned char[static_cast<std::size_t>(bytes)]);  // not zeroed: memory that is used alone
+    return reinterpret_cast<std::uintptr_t>(staging_.get());
   }
-  void release_staging() override { staging_ = {}; }
+  void release_staging() override { staging_.reset(); }
 
   const std::uint64_t* keep_words(const std::vector<std::uint64_t>& words) override {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -322,7 +346,7 @@ class CpuDevice final : public Device {
 
  private:
   const bool paced_;
-  std::vector<unsigned char> staging_;
+  std::unique_ptr<unsigned char[]> staging_;
   const std::shared_ptr<Openings> openings_ = std::make_shared<Openings>();
   std::mutex mutex_;
   std::deque<std::vector<std::uint64_t>> kept_;

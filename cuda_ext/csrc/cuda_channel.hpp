@@ -34,6 +34,8 @@
 
 namespace lamella {
 
+constexpr std::size_t kWordBytes = sizeof(std::uint64_t);
+constexpr std::size_t kMarksAtOnce = 256;  // of loads under way; more are made when they are needed
 constexpr std::int64_t kClockNs = 100'000'000;  // a clock at least so old is replaced when nothing is in flight
 
 class CudaChannel final : public Channel {
@@ -52,6 +54,7 @@ class CudaChannel final : public Channel {
     copy_ = copies_[0];
     LM_REQUIRE(cudaStreamCreateWithPriority(&kernel_, cudaStreamNonBlocking, greatest));
     LM_REQUIRE(cudaEventCreateWithFlags(&joint_, cudaEventDisableTiming));
+    use_once();
   }
 
   ~CudaChannel() override {
@@ -79,6 +82,7 @@ class CudaChannel final : public Channel {
       enqueue(*window);
     } catch (const DeviceFailure&) {
       clock_.reset();  // it may start with a mark that was never recorded
+      apart_ = true;   // a part of the window may be on either stream
       throw;
     }
   }
@@ -121,9 +125,12 @@ class CudaChannel final : public Channel {
       copy(window);
     } else if (staged && retrieve) {
       copy(window);  // staging may fill before the fence; blocks are touched behind it (XFER-3)
+      const auto left = std::make_shared<CudaPoint>(std::make_shared<Event>(marks_));
+      LM_REQUIRE(cudaEventRecord(left->event(), copy_));
       if (window.first) prepare_kernels(transfer);
-      join(copy_, kernel_);
+      LM_REQUIRE(cudaStreamWaitEvent(kernel_, left->event(), 0));
       scatter(window);
+      window.left = left;
     } else {
       if (window.first) prepare_kernels(transfer);
       staged ? scatter(window) : gather(window);
@@ -131,10 +138,47 @@ class CudaChannel final : public Channel {
       if (staged) copy(window);
     }
     const cudaStream_t last = direct || !retrieve ? copy_ : kernel_;
-    copy_is_ahead_ = copy_is_ahead_ || (direct && retrieve);
+    apart_ = apart_ || (direct && retrieve);
     if (window.count_address != 0) write_word(last, window.count_address, window.count_value);
     LM_REQUIRE(cudaEventRecord(mark->event(), last));
     window.mark = mark;
+  }
+
+  // All that CUDA sets up at a first use is used here once: queues, kernels, buffers for commands, events. Later one of
+  // the inference engine's streams may wait for a word, and what is set up meanwhile can be made to wait with it.
+  void use_once() {
+    struct Word {
+      std::uint64_t* host = nullptr;
+      std::uint64_t* device = nullptr;
+      ~Word() {
+        cudaFreeHost(host);
+        cudaFree(device);
+      }
+    } word;
+    LM_REQUIRE(cudaHostAlloc(reinterpret_cast<void**>(&word.host), 2 * kWordBytes, cudaHostAllocMapped));
+    LM_REQUIRE(cudaMalloc(reinterpret_cast<void**>(&word.device), 2 * kWordBytes));
+    marks_->reserve(kMarksAtOnce);
+    load_kernels(kernel_);
+    for (const cudaStream_t stream : {copies_[0], copies_[1], kernel_}) {
+      copy_ = stream;
+      for (const cudaMemcpyKind kind : {cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost}) {
+        for (const std::size_t entries : {1, 2}) {
+          for (std::size_t i = 0; i < entries; ++i) {
+            const bool up = kind == cudaMemcpyHostToDevice;
+            to_.push_back(up ? word.device + i : word.host + i);
+            from_.push_back(up ? word.host + i : word.device + i);
+            sizes_.push_back(kWordBytes);
+          }
+          flush(kind);
+        }
+      }
+      if (options_.carrier == LM_CARRIER_VALUE) write_word(stream, address(word.host), 0);
+      LM_REQUIRE(cudaEventRecord(joint_, stream));
+      LM_REQUIRE(cudaStreamSynchronize(stream));
+    }
+    copy_ = copies_[0];
+    if (options_.carrier == LM_CARRIER_VALUE) write_words({address(word.host)}, 0);
+    LM_REQUIRE(cudaStreamSynchronize(tail()));
   }
 
   void take_turns(std::int64_t num_bytes) {
@@ -160,11 +204,11 @@ class CudaChannel final : public Channel {
   // The stream that everything of this lane is behind, once tails are joined.
   cudaStream_t tail() const { return direction_ == LM_RETRIEVE ? kernel_ : copy_; }
 
-  // Direct retrieves end on the copy stream; marks and words go behind both.
+  // Direct retrieves end on the copy stream, and a window that failed on any; marks and words go behind both.
   void join_tails() {
-    if (!copy_is_ahead_) return;
-    join(copy_, kernel_);
-    copy_is_ahead_ = false;
+    if (!apart_) return;
+    join(direction_ == LM_RETRIEVE ? copy_ : kernel_, tail());
+    apart_ = false;
   }
 
   // `later` goes on behind what `earlier` was given so far. A wait means the event as recorded when it was enqueued, so
@@ -221,6 +265,9 @@ class CudaChannel final : public Channel {
   }
 
   void copy(const Window& window) {
+    to_.clear();  // a window that failed may have left some
+    from_.clear();
+    sizes_.clear();
     const cudaMemcpyKind kind = direction_ == LM_RETRIEVE ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
     for (const Copy& c : window.copies) {
       if (c.height > 1) {
@@ -273,7 +320,7 @@ class CudaChannel final : public Channel {
   cudaEvent_t joint_ = nullptr;
   std::shared_ptr<DeviceClock> clock_;
   std::int64_t clock_made_ns_ = 0;
-  bool copy_is_ahead_ = false;
+  bool apart_ = false;  // something was enqueued that tail() is not behind
   std::vector<void*> to_;
 #if CUDART_VERSION >= 13000
   std::vector<const void*> from_;

@@ -17,6 +17,8 @@
 namespace lamella {
 namespace {
 
+constexpr std::size_t kFencesAtOnce = 64;  // of transfers under way; more are made when they are needed
+
 class CudaDevice final : public Device {
  public:
   explicit CudaDevice(const lm_engine_options& options)
@@ -25,9 +27,9 @@ class CudaDevice final : public Device {
     if (!context_->has(CU_DEVICE_ATTRIBUTE_CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM)) {
       throw Invalid("this device cannot read registered host memory at the host's addresses");
     }
-    load_kernels();
     tables_ = std::make_shared<TablePool>(context_);
     fences_ = std::make_shared<Events>(context_, cudaEventDisableTiming);
+    fences_->reserve(kFencesAtOnce);
   }
 
   ~CudaDevice() override {

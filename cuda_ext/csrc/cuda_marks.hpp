@@ -36,6 +36,11 @@ class Events {
   Events(const Events&) = delete;
   Events& operator=(const Events&) = delete;
 
+  // So many are there to be taken.
+  void reserve(std::size_t count) {
+    while (free_.size() < count) free_.push_back(make());
+  }
+
   cudaEvent_t take() {
     {
       const std::lock_guard<std::mutex> lock(mutex_);
@@ -45,9 +50,7 @@ class Events {
         return event;
       }
     }
-    cudaEvent_t event = nullptr;
-    LM_REQUIRE(cudaEventCreateWithFlags(&event, flags_));
-    return event;
+    return make();
   }
   void give(cudaEvent_t event) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -56,6 +59,12 @@ class Events {
   const Context& context() const { return *context_; }
 
  private:
+  cudaEvent_t make() const {
+    cudaEvent_t event = nullptr;
+    LM_REQUIRE(cudaEventCreateWithFlags(&event, flags_));
+    return event;
+  }
+
   std::shared_ptr<const Context> context_;
   unsigned flags_;
   std::mutex mutex_;
@@ -71,10 +80,30 @@ class Event {
   Event& operator=(const Event&) = delete;
   cudaEvent_t get() const { return event_; }
   const Context& context() const { return events_->context(); }
+  bool happened() const {
+    const Context::Scope scope(context());
+    const cudaError_t code = cudaEventQuery(event_);
+    if (code == cudaErrorNotReady) {
+      cudaGetLastError();
+      return false;
+    }
+    require(code, "cudaEventQuery");
+    return true;
+  }
 
  private:
   std::shared_ptr<Events> events_;
   cudaEvent_t event_;
+};
+
+class CudaPoint final : public Point {
+ public:
+  explicit CudaPoint(std::shared_ptr<Event> event) : event_(std::move(event)) {}
+  cudaEvent_t event() const { return event_->get(); }
+  bool reached() override { return event_->happened(); }
+
+ private:
+  std::shared_ptr<Event> event_;
 };
 
 // The device's clock since an event.
@@ -100,14 +129,9 @@ class CudaMark final : public Mark {
 
   bool reached() override {
     if (reached_.load(std::memory_order_acquire)) return true;
-    const Context::Scope scope(event_->context());
-    const cudaError_t code = cudaEventQuery(event_->get());
-    if (code == cudaErrorNotReady) {
-      cudaGetLastError();
-      return false;
-    }
-    require(code, "cudaEventQuery");
+    if (!event_->happened()) return false;
     const std::int64_t seen_ns = now_ns();
+    const Context::Scope scope(event_->context());
     const std::int64_t ns = clock_->since_start_ns(event_->get());
     clock_->see(ns, seen_ns);
     ns_.store(ns, std::memory_order_relaxed);

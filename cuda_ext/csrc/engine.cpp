@@ -4,11 +4,12 @@
 #include "lamella/request.hpp"
 
 #include <algorithm>
+#include <iterator>
 
 namespace lamella {
 namespace {
 
-constexpr std::int32_t kCountSlotsAtOnce = 64;
+constexpr std::int32_t kCountSlotsAtOnce = 1024;  // 64 KiB
 
 std::chrono::steady_clock::time_point at_ns(std::int64_t ns) {
   return std::chrono::steady_clock::time_point(std::chrono::nanoseconds(ns));
@@ -61,6 +62,7 @@ Engine::Engine(const lm_engine_options& options) : options_(options) {
   if (options_.carrier == LM_CARRIER_VALUE && !device_->has_word_waits()) {
     throw Invalid("this device cannot wait for a value on a stream; use the event carrier");
   }
+  if (options_.carrier == LM_CARRIER_VALUE) make_count_slots();
   const auto num_slots = static_cast<std::int32_t>(options_.staging_bytes / options_.window_bytes);
   slots_ = std::make_unique<Slots>(device_->take_staging(num_slots * options_.window_bytes), num_slots,
                                    options_.window_bytes);
@@ -70,15 +72,8 @@ Engine::Engine(const lm_engine_options& options) : options_(options) {
 }
 
 Engine::~Engine() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    closing_ = true;
-  }
-  watch_.notify_all();
-  if (watchdog_.joinable()) watchdog_.join();
-  device_->abandon();
-  retrieve_.reset();
-  store_.reset();
+  constexpr std::int64_t kEverNs = 1'000'000'000'000'000'000;
+  if (watchdog_.joinable()) close(now_ns() + kEverNs);
 }
 
 Lane& Engine::lane(std::int32_t direction) {
@@ -190,14 +185,18 @@ void Engine::take_count_slot(Transfer& transfer, std::uint32_t wanted_generation
   if (wanted_generation != 0) {
     throw Invalid("the value carrier counts generations itself; leave generation out");
   }
-  if (count_slots_.empty()) {
-    for (const std::uint64_t address : device_->host_words(kCountSlotsAtOnce)) count_slots_.push_back(address);
-  }
+  if (count_slots_.empty()) make_count_slots();
   const std::uint64_t slot = count_slots_.back();
   count_slots_.pop_back();
   transfer.count_address = slot;
   transfer.generation = ++generation_;
   store_word(slot, count_word(transfer.generation, 0));
+}
+
+// Of the device's memory: streams that wait for words must not be waiting meanwhile, so most engines never come here
+// after their creation.
+void Engine::make_count_slots() {
+  for (const std::uint64_t address : device_->host_words(kCountSlotsAtOnce)) count_slots_.push_back(address);
 }
 
 void Engine::give_count_slot(const Transfer& transfer) {
@@ -267,9 +266,18 @@ void Engine::on_final(const std::shared_ptr<Transfer>& transfer) {
   give_count_slot(*transfer);
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    forget_deadline_locked(transfer);
     drained_tokens_.push_back(transfer->token);
   }
   drained_.notify_all();
+}
+
+// A weak pointer keeps the transfer's memory: one a transfer, until a deadline that may be years away.
+void Engine::forget_deadline_locked(const std::shared_ptr<Transfer>& transfer) {
+  auto entry = deadlines_.lower_bound(transfer->deadline_ns);
+  while (entry != deadlines_.end() && entry->first == transfer->deadline_ns) {
+    entry = entry->second.lock() == transfer ? deadlines_.erase(entry) : std::next(entry);
+  }
 }
 
 std::uint64_t Engine::next_drained(std::int64_t deadline_ns) {
@@ -286,11 +294,14 @@ std::uint64_t Engine::next_drained(std::int64_t deadline_ns) {
 void Engine::expire(Transfer& transfer) {
   const lm_progress p = transfer.progress();
   const double after_s = static_cast<double>(transfer.deadline_ns - transfer.submitted_ns) / 1e9;
-  if (!transfer.stop(LM_FAILED, format("the deadline has passed: %d of %d slices landed within %.3f s", p.landed,
-                                       p.num_slices, after_s))) {
-    return;
+  // One that was stopped before keeps its reason, but whoever waits on a stream is let go all the same.
+  transfer.stop(LM_FAILED, format("the deadline has passed: %d of %d slices landed within %.3f s", p.landed,
+                                  p.num_slices, after_s));
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);  // a final transfer's word may be another's by now
+    if (transfer.is_final()) return;
+    force_count(transfer);
   }
-  force_count(transfer);
   Lane& its_lane = lane(transfer.direction);
   for (const std::uint64_t word : its_lane.pending().abandon(transfer.gate)) store_word(word, 0);
   its_lane.wake();
@@ -298,9 +309,9 @@ void Engine::expire(Transfer& transfer) {
 
 void Engine::watch() {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!closing_) {
+  while (!unwatched_) {
     if (deadlines_.empty()) {
-      watch_.wait(lock, [this] { return closing_ || !deadlines_.empty(); });
+      watch_.wait(lock, [this] { return unwatched_ || !deadlines_.empty(); });
       continue;
     }
     const auto first = deadlines_.begin();
@@ -320,23 +331,27 @@ void Engine::watch() {
   }
 }
 
+// A lane that does not drain may be held up by a stream that waits for its words: the watchdog goes on, and lets that
+// stream go at the transfer's deadline.
 bool Engine::close(std::int64_t deadline_ns) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     closing_ = true;
   }
-  watch_.notify_all();
-  if (watchdog_.joinable()) watchdog_.join();
   device_->abandon();
   const bool retrieves = retrieve_->close("the engine was closed", deadline_ns);
   const bool stores = store_->close("the engine was closed", deadline_ns);
-  if (retrieves && stores) device_->release_staging();
+  const bool drained = retrieves && stores;
+  if (drained) device_->release_staging();
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     drained_all_ = true;
+    unwatched_ = drained;
   }
   drained_.notify_all();
-  return retrieves && stores;
+  watch_.notify_all();
+  if (drained && watchdog_.joinable()) watchdog_.join();
+  return drained;
 }
 
 }  // namespace lamella

@@ -43,6 +43,8 @@ class Engine final : public LaneOwner {
   void watch();
   void expire(Transfer& transfer);
   void force_count(const Transfer& transfer);
+  void forget_deadline_locked(const std::shared_ptr<Transfer>& transfer);
+  void make_count_slots();
   void take_count_slot(Transfer& transfer, std::uint32_t wanted_generation);
   void give_count_slot(const Transfer& transfer);
 
@@ -67,6 +69,7 @@ class Engine final : public LaneOwner {
   std::deque<std::uint64_t> drained_tokens_;
   bool closing_ = false;
   bool drained_all_ = false;
+  bool unwatched_ = false;  // no transfer is live, and none will be
 
   std::thread watchdog_;
 };

@@ -86,11 +86,16 @@ struct Moment {
 };
 
 // A point of a channel's queue.
-class Mark {
+class Point {
  public:
-  virtual ~Mark() = default;
+  virtual ~Point() = default;
   // Whether everything before it has happened. Throws DeviceFailure.
   virtual bool reached() = 0;
+};
+
+// One whose moment is known, and which other streams can wait for.
+class Mark : public Point {
+ public:
   // When it did; only after reached().
   virtual Moment moment() = 0;
   // Work that `stream` is given later starts after the mark.
@@ -119,11 +124,12 @@ struct Window {
   std::int64_t num_bytes = 0;
   std::int32_t slice = 0;
   bool completes_slice = false;
-  bool first = false;  // of its transfer: fences and tables come before it
+  bool first = false;  // of its transfer's that move anything: fences and tables come before it
   std::int32_t method = LM_COPY_STAGED_BATCH;
   std::int32_t slot = -1;     // of the staging ring, -1: none
   std::uint64_t staging = 0;  // the slot's address
   std::shared_ptr<Mark> mark;
+  std::shared_ptr<Point> left;  // its bytes have left the wire and wait for a kernel; null: not before the mark
   std::int64_t issued_ns = 0;
   bool alone = false;  // nothing was in flight when it was issued
   std::uint64_t count_address = 0;  // value carrier: this word becomes count_value before the mark
@@ -139,7 +145,8 @@ class Channel {
  public:
   virtual ~Channel() = default;
   virtual void attach_thread() {}
-  // Enqueues the window and sets window->mark; the window stays alive until the mark is reached.
+  // Enqueues the window and sets window->mark, and window->left where that comes earlier; the window stays alive until
+  // the mark is reached.
   // Throws DeviceFailure; a part may then be enqueued, and `mark()` still comes after it.
   virtual void issue(const std::shared_ptr<Window>& window) = 0;
   // A mark after all that was enqueued so far.

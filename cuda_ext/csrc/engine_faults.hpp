@@ -9,12 +9,12 @@
 
 namespace lamella {
 
-// A planted fault: the device says, when it comes to the mark, that something has gone wrong.
-class FailingMark final : public Mark {
+// A planted fault: the device says, when it comes to the mark, that something has gone wrong, or never comes there.
+class FaultyMark final : public Mark {
  public:
-  explicit FailingMark(std::shared_ptr<Mark> inner) : inner_(std::move(inner)) {}
+  FaultyMark(std::shared_ptr<Mark> inner, lm_fault fault) : inner_(std::move(inner)), fault_(fault) {}
   bool reached() override {
-    if (inner_->reached()) throw DeviceFailure("planted: the window failed when it completed", false);
+    if (fault_ != LM_FAULT_STUCK && inner_->reached()) throw DeviceFailure("planted: the window failed when it completed", false);
     return false;
   }
   Moment moment() override { return inner_->moment(); }
@@ -23,6 +23,13 @@ class FailingMark final : public Mark {
 
  private:
   std::shared_ptr<Mark> inner_;
+  const lm_fault fault_;
 };
+
+// The mark as it is where the fault is none of an issued window's (-1).
+inline std::shared_ptr<Mark> with_fault(std::int32_t fault, std::shared_ptr<Mark> mark) {
+  if (fault < 0) return mark;
+  return std::make_shared<FaultyMark>(std::move(mark), static_cast<lm_fault>(fault));
+}
 
 }  // namespace lamella

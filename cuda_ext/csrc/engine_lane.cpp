@@ -52,7 +52,7 @@ void Lane::submit(std::shared_ptr<Transfer> transfer) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     if (closing_) throw Stopped("the engine is closed; create another");
-    if (!lost_reason_.empty()) throw Stopped("the device is lost: " + lost_reason_);
+    if (!lost_reason_.empty()) throw Stopped(lost_reason_);
     inbox_.push_back(std::move(transfer));
     ++status_.live;
   }
@@ -118,9 +118,8 @@ void Lane::take_inbox(std::unique_lock<std::mutex>& lock) {
   const std::string reason = close_reason_;
   lock.unlock();
   for (auto& transfer : arrived) live_.push_back(std::move(transfer));
-  if (closing) {
-    for (const auto& transfer : live_) transfer->stop(LM_CANCELLED, reason);
-  }
+  if (lost_) stop_live(LM_FAILED, lost_reason_);  // what was submitted before that was known
+  if (closing) stop_live(LM_CANCELLED, reason);
   for (const auto& command : commands) {
     bool dropped = false;
     {
@@ -163,17 +162,15 @@ void Lane::run() {
     lock.unlock();
     reap();
     drop_stopped();
-    bool issued = false;
     while (issue_next()) {
-      issued = true;
       const std::lock_guard<std::mutex> guard(mutex_);
       if (!inbox_.empty() || !commands_.empty() || looked_) break;
     }
-    if (issued) drop_stopped();
+    drop_stopped();  // a device that was lost just now wakes nobody
     const std::int64_t now = now_ns();
-    const std::int64_t look_ns = in_flight_.empty() ? now + kIdleNs : pace_.next_look_ns(awaited_bytes(), now);
+    const std::int64_t look_ns = flight_.empty() ? now + kIdleNs : pace_.next_look_ns(awaited_bytes(), now);
     lock.lock();
-    status_.in_flight_bytes = flying_bytes_;
+    status_.in_flight_bytes = flight_.wire_bytes();
     if (closing && live_.empty() && inbox_.empty() && commands_.empty()) break;
     const auto until = std::chrono::steady_clock::time_point(std::chrono::nanoseconds(look_ns));
     wake_.wait_until(lock, until, [&] {
@@ -185,15 +182,8 @@ void Lane::run() {
   answered_.notify_all();
 }
 
-// Bytes up to the window to look for: when all that is to come is enqueued, the next; otherwise the one in the middle
-// of what is in flight, so that a look refills several.
 std::int64_t Lane::awaited_bytes() const {
-  if (in_flight_.empty()) return 0;
-  const bool more = std::any_of(live_.begin(), live_.end(), [](const auto& t) { return !t->all_issued; });
-  const std::size_t last = more ? (in_flight_.size() - 1) / 2 : 0;
-  std::int64_t bytes = 0;
-  for (std::size_t i = 0; i <= last; ++i) bytes += in_flight_[i]->num_bytes;
-  return bytes;
+  return flight_.awaited_bytes(std::any_of(live_.begin(), live_.end(), [](const auto& t) { return !t->all_issued; }));
 }
 
 void Lane::give_slot(Window& window) {
@@ -201,32 +191,42 @@ void Lane::give_slot(Window& window) {
   window.slot = -1;
 }
 
-void Lane::reap() {
-  if (in_flight_.empty()) return;
-  std::int64_t bytes = 0;
-  bool reached = false;
-  while (!in_flight_.empty()) {
-    const std::shared_ptr<Window> window = in_flight_.front();
-    Transfer& transfer = *window->transfer;
-    try {
-      if (!window->mark->reached()) break;
-      transfer.refresh();
-    } catch (const DeviceFailure& failure) {
-      transfer.stop(LM_FAILED, failure.what());
-      if (failure.lost) {
-        fail_all(failure.what());
-        return;
-      }
+// Whether the window has come so far, or never will. A device that is lost takes all of the flight with it.
+bool Lane::reached(Window& window, Point& point) {
+  try {
+    if (!point.reached()) return false;
+    window.transfer->refresh();
+  } catch (const DeviceFailure& failure) {
+    if (failure.lost) {
+      fail_all(failure.what());
+      return false;
     }
-    reached = true;
-    bytes += window->num_bytes;
-    give_slot(*window);
-    --transfer.windows_in_flight;
-    flying_bytes_ -= window->num_bytes;
-    in_flight_.pop_front();
+    window.transfer->stop(LM_FAILED, failure.what());
   }
-  if (reached) {
-    pace_.hit(bytes, !in_flight_.empty(), now_ns());
+  return true;
+}
+
+void Lane::reap() {
+  if (flight_.empty()) return;
+  std::int64_t bytes = 0;
+  while (const auto window = flight_.on_wire()) {
+    if (!reached(*window, Flight::leaving(*window))) break;
+    bytes += window->num_bytes;
+    flight_.leave();
+  }
+  bool done = false;
+  while (const auto window = flight_.off_wire()) {
+    if (!reached(*window, *window->mark)) break;
+    done = true;
+    give_slot(*window);
+    --window->transfer->windows_in_flight;
+    flight_.remove();
+  }
+  if (lost_) return;
+  if (bytes > 0) {
+    pace_.hit(bytes, flight_.wire_bytes() > 0, now_ns());
+  } else if (done) {
+    pace_.scattered();
   } else {
     pace_.miss(awaited_bytes(), now_ns());
   }
@@ -261,7 +261,7 @@ void Lane::finish(const std::shared_ptr<Transfer>& transfer) {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     --status_.live;
-    status_.in_flight_bytes = flying_bytes_;
+    status_.in_flight_bytes = flight_.wire_bytes();
   }
   transfer->tables.reset();
   transfer->finish();
@@ -272,15 +272,17 @@ void Lane::fail_all(const std::string& reason) {
   lost_ = true;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    lost_reason_ = reason;
+    lost_reason_ = "the device is lost: " + reason;
   }
-  for (const auto& window : in_flight_) {
+  for (const auto& window : flight_.abandon()) {
     --window->transfer->windows_in_flight;
     give_slot(*window);
   }
-  in_flight_.clear();
-  flying_bytes_ = 0;
-  for (const auto& transfer : live_) transfer->stop(LM_FAILED, "the device is lost: " + reason);
+  stop_live(LM_FAILED, lost_reason_);
+}
+
+void Lane::stop_live(lm_state wanted, const std::string& reason) {
+  for (const auto& transfer : live_) transfer->stop(wanted, reason);
 }
 
 std::shared_ptr<Transfer> Lane::most_urgent() const {
@@ -306,7 +308,8 @@ bool Lane::prepare(Transfer& transfer) {
   window->num_bytes = planned.num_bytes;
   window->slice = transfer.slices_issued;
   window->completes_slice = planned.completes_slice >= 0;
-  window->first = transfer.windows_issued == 0;
+  window->first = planned.num_bytes > 0 && !transfer.moves;
+  transfer.moves = transfer.moves || window->first;
   transfer.prepared = std::move(window);
   return true;
 }
@@ -323,14 +326,13 @@ bool Lane::issue_next() {
   Transfer& transfer = *urgent;
   if (!prepare(transfer)) return false;
   const std::shared_ptr<Window> window = transfer.prepared;
-  if (flying_bytes_ > 0 && flying_bytes_ + window->num_bytes > options_.in_flight_bytes) return false;
+  if (flight_.wire_bytes() > 0 && flight_.wire_bytes() + window->num_bytes > options_.in_flight_bytes) return false;
   if (window->slot < 0 && (transfer.method == LM_COPY_AUTO || is_staged(transfer.method)) && window->num_bytes > 0) {
     slots_.set_active(direction_, true);
     window->slot = slots_.take(direction_);
     if (window->slot < 0) return false;
     window->staging = slots_.address(window->slot);
   }
-  const bool first = window->first;
   if (transfer.method == LM_COPY_AUTO && window->num_bytes > 0) {
     transfer.method = choose_method(copy_job(transfer, *window), transfer.cache->direct, window->staging, options_);
   }
@@ -338,33 +340,32 @@ bool Lane::issue_next() {
   if (!is_staged(window->method)) give_slot(*window);
   if (window->num_bytes > 0) window->copies = copies_of(copy_job(transfer, *window), window->method, window->staging);
   transfer.count_copies(static_cast<std::int64_t>(window->copies.size()));
-  if (first) transfer.start(window->method);
+  if (window->first || !transfer.moves) transfer.start(window->method);
   begun_ = &transfer;
   window->transfer = urgent;
-  bool plant_now = false;
+  std::int32_t fault = -1;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    const bool planted = status_.windows == fault_window_;
-    plant_now = planted && fault_when_ == 0;
-    transfer.planted = transfer.planted || (planted && fault_when_ == 1);
+    if (status_.windows == fault_window_) fault = fault_when_;
+    if (fault == LM_FAULT_COMPLETED || fault == LM_FAULT_STUCK) transfer.planted = fault;
     ++status_.windows;
-    status_.peak_in_flight_bytes = std::max(status_.peak_in_flight_bytes, flying_bytes_ + window->num_bytes);
+    status_.peak_in_flight_bytes = std::max(status_.peak_in_flight_bytes, flight_.wire_bytes() + window->num_bytes);
     status_.last_key = transfer.keys[static_cast<std::size_t>(window->slice)];
   }
   transfer.prepared.reset();
-  ++transfer.windows_issued;
   if (window->completes_slice && transfer.count_address != 0) {
     window->count_address = transfer.count_address;
     window->count_value = count_word(transfer.generation, window->slice + 1);
   }
-  window->alone = in_flight_.empty();
+  window->alone = flight_.empty();
   window->issued_ns = now_ns();
-  if (window->alone) pace_.restart(window->issued_ns);
+  if (flight_.on_wire() == nullptr) pace_.restart(window->issued_ns);
   bool recorded = false;
   try {
+    if (fault == LM_FAULT_LOST) throw DeviceFailure("planted: with the window", true);
     channel_->issue(window);
-    if (plant_now) throw DeviceFailure("planted: the window failed when it was issued", false);
-    if (transfer.planted) window->mark = std::make_shared<FailingMark>(window->mark);
+    if (fault == LM_FAULT_ISSUED) throw DeviceFailure("planted: the window failed when it was issued", false);
+    window->mark = with_fault(transfer.planted, window->mark);
     recorded = true;
     if (window->completes_slice) {
       const std::vector<std::uint64_t> words = pending_.advance(
@@ -373,10 +374,11 @@ bool Lane::issue_next() {
       if (!words.empty()) channel_->write_words(words, 0);
     }
   } catch (const DeviceFailure& failure) {
-    transfer.stop(LM_FAILED, failure.what());
     begun_ = nullptr;
     try {
       if (failure.lost) throw;
+      transfer.stop(LM_FAILED, failure.what());
+      window->left.reset();
       window->mark = channel_->mark();  // what was enqueued of it must drain
     } catch (const DeviceFailure& worse) {
       fail_all(worse.what());
@@ -385,10 +387,8 @@ bool Lane::issue_next() {
     }
   }
   ++transfer.windows_in_flight;
-  flying_bytes_ += window->num_bytes;
-  in_flight_.push_back(window);
-  if (!recorded) return true;
-  if (window->completes_slice) {
+  flight_.add(window);
+  if (recorded && window->completes_slice) {
     ++transfer.slices_issued;
     begun_ = nullptr;
     transfer.all_issued = transfer.slices_issued == transfer.num_slices();

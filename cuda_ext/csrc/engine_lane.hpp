@@ -1,5 +1,5 @@
 // One direction's lane: a native thread that takes the most urgent slice, issues it window by window, and keeps a
-// bounded number of bytes in flight.
+// bounded number of bytes on the wire.
 //
 // Order: among transfers whose next slice has not begun, the smallest (key of that slice, sequence); a slice that began
 // is finished first (ORD-2). A cancel takes effect between windows. The thread never blocks in the device: it sleeps
@@ -18,6 +18,7 @@
 
 #include "engine_copies.hpp"
 #include "engine_device.hpp"
+#include "engine_flight.hpp"
 #include "engine_pace.hpp"
 #include "engine_slots.hpp"
 #include "engine_transfer.hpp"
@@ -68,6 +69,8 @@ class Lane final : public Listener, public SlotWaiter {
   void run();
   void take_inbox(std::unique_lock<std::mutex>& lock);
   void reap();
+  bool reached(Window& window, Point& point);
+  // When all that is to come is enqueued, the next window to leave the wire is looked for.
   std::int64_t awaited_bytes() const;
   void give_slot(Window& window);
   void drop_stopped();
@@ -77,6 +80,7 @@ class Lane final : public Listener, public SlotWaiter {
   bool prepare(Transfer& transfer);
   static CopyJob copy_job(const Transfer& transfer, const Window& window);
   void fail_all(const std::string& reason);
+  void stop_live(lm_state wanted, const std::string& reason);
 
   const lm_direction direction_;
   Slots& slots_;
@@ -87,8 +91,7 @@ class Lane final : public Listener, public SlotWaiter {
 
   // the thread's own
   std::vector<std::shared_ptr<Transfer>> live_;
-  std::deque<std::shared_ptr<Window>> in_flight_;
-  std::int64_t flying_bytes_ = 0;  // of in_flight_
+  Flight flight_;
   Transfer* begun_ = nullptr;  // whose slice is being issued
   bool lost_ = false;
   Pace pace_;

@@ -1,7 +1,8 @@
-// When a lane's windows are expected to be done, learned from looking.
+// When a lane's windows are expected to have left the wire, learned from looking.
 //
 // Asking the device costs a few microseconds, and so does waking up; looking late costs the wire. So a lane sleeps
-// until the window it waits for should be done, and aims a little early.
+// until the window it waits for should have left it, and aims a little early. What has left it and waits for a kernel
+// can take any time: then looks are ever further apart.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +23,7 @@ class Pace {
     return moving_since_ns_ + static_cast<std::int64_t>(static_cast<double>(bytes) * ns_a_byte_);
   }
 
-  // A look found windows of `bytes` done; `more` are still in flight.
+  // A look found that windows of `bytes` had left the wire; `more` are still on it.
   void hit(std::int64_t bytes, bool more, std::int64_t now_ns) {
     // They were done between the last look in vain and now, most likely when they were expected.
     moving_since_ns_ = std::min(now_ns, std::max(expected_ns(bytes), missed_ns_));
@@ -33,10 +34,13 @@ class Pace {
     if (more) missed_ns_ = now_ns;
   }
 
-  // A look found none done; `awaited_bytes` as for expected_ns.
+  // A look found that a window had been scattered, and no more.
+  void scattered() { look_again_ns_ = 0; }
+
+  // A look found nothing; `awaited_bytes` as for expected_ns, 0 where the wire is empty.
   void miss(std::int64_t awaited_bytes, std::int64_t now_ns) {
     // Only the first of a row says that the wire is slower: behind a fence any number of looks are in vain.
-    if (!slowed_ && now_ns >= expected_ns(awaited_bytes)) {
+    if (awaited_bytes > 0 && !slowed_ && now_ns >= expected_ns(awaited_bytes)) {
       ns_a_byte_ = std::min(kSlowest * wire_ns_a_byte_, ns_a_byte_ * kSlower);
       slowed_ = true;
     }

@@ -45,9 +45,12 @@ void check_slices(const lm_submission& submission, std::int32_t num_layers) {
       throw Invalid(format("slice %d must start at layer %d and hold at least 1 layer, got %d layers from %d", i, layer,
                            slice.num_layers, slice.first_layer));
     }
+    if (slice.num_layers > num_layers - layer) {
+      throw Invalid(format("slice %d ends at layer %lld, the stage at %d", i,
+                           static_cast<long long>(layer) + slice.num_layers, num_layers));
+    }
     layer += slice.num_layers;
   }
-  if (layer > num_layers) throw Invalid(format("the slices end at layer %d, the stage at %d", layer, num_layers));
 }
 
 OwnedRequest own(const Cache& cache, const lm_submission& submission, std::int64_t window_bytes) {
@@ -130,7 +133,7 @@ void Transfer::start(std::int32_t chosen) {
   const std::lock_guard<std::mutex> lock(mutex_);
   state_ = LM_RUNNING;
   chosen_ = chosen;
-  started_ns_ = now_ns();
+  if (started_ns_ == 0) started_ns_ = now_ns();
 }
 
 void Transfer::record(std::shared_ptr<Mark> mark) {
@@ -146,6 +149,7 @@ void Transfer::record(std::shared_ptr<Mark> mark) {
 
 void Transfer::refresh_locked() {
   if (wanted_ == LM_FAILED) return;  // what lands behind a failure is not to be relied on
+  if (fence_missed.load()) return;   // nothing has moved
   bool moved = false;
   while (static_cast<std::size_t>(landed_) < marks_.size() && marks_[static_cast<std::size_t>(landed_)]->reached()) {
     moments_.push_back(marks_[static_cast<std::size_t>(landed_)]->moment());

@@ -99,8 +99,8 @@ class Transfer {
   bool slice_begun = false;
   bool all_issued = false;
   std::int32_t windows_in_flight = 0;
-  std::int32_t windows_issued = 0;
-  bool planted = false;  // for tests: its windows fail from here on
+  bool moves = false;  // a window that moves anything was prepared
+  std::int32_t planted = -1;  // for tests: the lm_fault of its windows from here on
 
   // ---- any thread
   // The lane has enqueued the slice's last window. Publishes the count last.

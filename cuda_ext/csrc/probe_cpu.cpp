@@ -5,6 +5,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -50,16 +51,22 @@ lm_status lm_probe_run(std::int32_t ordinal, const lm_probe* probes, std::int32_
       times[i].copy_ns = std::chrono::nanoseconds(Clock::now() - start).count();
       times[i].issue_ns = times[i].copy_ns;  // the caller's processor does the copying
     };
-    for (std::int32_t i = 1; i < num_probes; ++i) {
-      others.emplace_back([&, i] {
-        while (!go.load(std::memory_order_acquire)) std::this_thread::yield();
-        time(i);
-      });
+    std::exception_ptr refused;  // a thread
+    try {
+      for (std::int32_t i = 1; i < num_probes; ++i) {
+        others.emplace_back([&, i] {
+          while (!go.load(std::memory_order_acquire)) std::this_thread::yield();
+          if (!refused) time(i);
+        });
+      }
+    } catch (...) {  // those that have started would wait for ever
+      refused = std::current_exception();
     }
     start = Clock::now();
     go.store(true, std::memory_order_release);
-    time(0);
+    if (!refused) time(0);
     for (auto& other : others) other.join();
+    if (refused) std::rethrow_exception(refused);
   });
 }
 

@@ -88,14 +88,14 @@ void launch(const KernelGroup& target, const Piece* pieces, std::int64_t count, 
   });
 }
 
+// Launched with no piece to move.
 template <int kBytes, typename Dense>
-void load() {
-  cudaFuncAttributes ignored{};
-  for (const auto kernel : {reinterpret_cast<const void*>(&move_pieces<kBytes, Dense, kFewPieces>),
-                            reinterpret_cast<const void*>(&move_pieces<kBytes, Dense, kManyPieces>)}) {
-    const cudaError_t error = cudaFuncGetAttributes(&ignored, kernel);
-    if (error != cudaSuccess) throw CudaError(format("loading a kernel: %s", cudaGetErrorString(error)));
-  }
+void load(CUstream_st* stream) {
+  const Shape shape{.threads_an_item = 1};
+  move_pieces<kBytes, Dense, kFewPieces><<<1, kThreads, 0, stream>>>({}, nullptr, {}, {}, shape);
+  move_pieces<kBytes, Dense, kManyPieces><<<1, kThreads, 0, stream>>>({}, nullptr, {}, {}, shape);
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess) throw CudaError(format("loading a kernel: %s", cudaGetErrorString(error)));
 }
 
 KernelGroup kernel_group(const lm_request& request, std::uint64_t base_bits) {
@@ -114,11 +114,11 @@ std::vector<Piece> pieces_of(const lm_request& request, const lm_piece* pieces, 
 
 }  // namespace
 
-void load_kernels() {
+void load_kernels(CUstream_st* stream) {
   for (const std::uint64_t bits : {1, 2, 4, 8, 16}) {
-    with_widest_vector(bits, [](auto width) {
-      load<width, Staged>();
-      load<width, Mapped>();
+    with_widest_vector(bits, [stream](auto width) {
+      load<width, Staged>(stream);
+      load<width, Mapped>(stream);
     });
   }
 }

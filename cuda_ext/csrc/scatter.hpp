@@ -14,9 +14,10 @@ struct CUstream_st;
 
 namespace lamella {
 
-// Loads every kernel into the present context. CUDA would load each at its first launch, and waits for the device to do
-// so: behind a stream that waits for what that very launch brings, it would wait forever. Throws CudaError.
-void load_kernels();
+// Loads every kernel into the present context, by launches on `stream` that move nothing. CUDA would load each at its
+// first launch, and waits for the device to do so: behind a stream that waits for what that very launch brings, it would
+// wait forever. Throws CudaError.
+void load_kernels(CUstream_st* stream);
 
 // Between a window's staging images at `staging` and the engine's blocks. All pieces are of `target`'s group; a store
 // fills the images from the blocks. `num_ctas` bounds the grid; 0 picks short and wide.

@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -224,3 +226,34 @@ def test_a_placement_that_is_refused_costs_a_warning_and_not_the_pool(caplog: py
     assert pool.report().numa_node is None
     assert "not placed on memory node 1000" in caplog.text
     pool.close()
+
+
+OUT_OF_THREADS = """
+import ctypes, resource
+from lamella.cuda_ext.device import Device, ProbeMethod, RawCopy
+from lamella.reference.plan import Direction
+kept = ctypes.create_string_buffer(8192)
+memory = ctypes.addressof(kept)
+copy = RawCopy(Direction.RETRIEVE, ProbeMethod.WHOLE, memory, memory + 4096, 1, 4096)
+device = Device("cpu")
+device.copy(copy)
+pages = int(open("/proc/self/statm").read().split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (24 << 20),) * 2)
+try:
+    device.copy(*[copy] * 500)
+except MemoryError:
+    print("refused", device.copy(copy)[0].copy_ns > 0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_raw_copies_for_which_there_are_too_few_threads_are_refused() -> None:
+    """Those that had started waited for ever, and the process was aborted."""
+    try:
+        Device("cpu")
+    except LibraryMissingError as missing:
+        pytest.skip(str(missing))
+    done = subprocess.run(
+        [sys.executable, "-c", OUT_OF_THREADS], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout.strip(), done.returncode) == ("refused True", 0), done.stderr

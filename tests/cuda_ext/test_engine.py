@@ -127,7 +127,7 @@ def test_two_transfers_move_in_every_order_that_their_keys_name(order: tuple[int
     with small_engine(small, paced=True, window_bytes=1 << 14, in_flight_bytes=1) as (engine, cache):
         fence = HostFence()
         blocker = retrieve(engine, cache, small, 8, table=np.arange(2), width=6, keys=(-1,), fence=fence)
-        blocker.wait_recorded(1, WAIT_S)  # one byte may be in flight, so nothing else is issued before it has landed
+        blocker.wait_recorded(1, WAIT_S)  # one byte may be on the wire, so nothing else is issued before it has left it
         first = retrieve(engine, cache, small, HALF, table=np.arange(2, 10), width=3, keys=keys[0])
         second = retrieve(engine, cache, small, HALF, table=np.arange(10, 18), width=3, keys=keys[1])
         fence.open()
@@ -222,6 +222,25 @@ def test_no_more_is_in_flight_than_the_bound(method: CopyMethod) -> None:
         status = engine.lane(Direction.RETRIEVE)
     assert (status.in_flight_bytes, status.live_transfers) == (0, 0)
     assert 0 < status.peak_in_flight_bytes <= window * 3
+
+
+@pytest.mark.parametrize(("method", "issued"), [(CopyMethod.STAGED_BATCH, 2), (CopyMethod.GATHER, 1)])
+def test_what_has_left_the_wire_and_waits_for_its_scatter_is_not_in_flight(method: CopyMethod, issued: int) -> None:
+    small = SmallCache()
+    window = small.layout.groups[0].block_bytes * 4
+    with small_engine(small, window_bytes=window, in_flight_bytes=window) as (engine, cache):
+        fence = HostFence()
+        transfer = retrieve(engine, cache, small, method=method, fence=fence)
+        end_s = time.monotonic() + 0.2
+        while time.monotonic() < end_s:  # the first window stands at the fence, and behind it what else was issued
+            assert engine.lane(Direction.RETRIEVE).windows <= issued
+            time.sleep(0.01)
+        status = engine.lane(Direction.RETRIEVE)
+        assert (status.windows, status.in_flight_bytes, transfer.landed()) == (issued, window, 0)
+        fence.open()
+        transfer.wait(WAIT_S)
+        assert engine.lane(Direction.RETRIEVE).peak_in_flight_bytes == window
+    assert all(small.layer_holds(layer, 64) for layer in range(6))
 
 
 # ---- cancel

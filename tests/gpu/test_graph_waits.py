@@ -10,7 +10,7 @@ import pytest
 
 from lamella.cuda_ext.arrival import AfterStream, Carrier, GraphWaits
 from lamella.cuda_ext.device import Device
-from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
+from lamella.cuda_ext.engine import Fault, RegisteredCache, TransferEngine
 from lamella.cuda_ext.engine_trial import TIMEOUT_S, PlacedTrial
 from lamella.cuda_ext.transfer import CopyMethod, Transfer, TransferState
 from lamella.reference.arena import CacheCase
@@ -169,9 +169,9 @@ def test_a_replay_gated_on_a_load_that_is_cancelled_ends_and_so_does_the_next(re
     transfer.wait(TIMEOUT_S)
 
 
-@pytest.mark.parametrize("on_completion", [False, True], ids=["issuing", "completing"])
-def test_a_replay_gated_on_a_load_that_fails_ends_and_the_load_says_why(replay: Replay, on_completion: bool) -> None:
-    replay.engine.plant_fault(Direction.RETRIEVE, 3, on_completion=on_completion)
+@pytest.mark.parametrize("fault", [Fault.ISSUED, Fault.COMPLETED])
+def test_a_replay_gated_on_a_load_that_fails_ends_and_the_load_says_why(replay: Replay, fault: Fault) -> None:
+    replay.engine.plant_fault(Direction.RETRIEVE, 3, fault)
     transfer = replay.load(1, CopyMethod.STAGED_BATCH, held_up=True)
     replay.waits.gate(transfer, replay.stream.cuda_stream)
     event = replay.replay()

@@ -5,6 +5,7 @@ prove nothing about order.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -66,6 +67,21 @@ def stage(request: pytest.FixtureRequest, cuda: Device) -> Iterator[Stage]:
         torch.cuda.synchronize()
 
 
+@pytest.fixture(params=Direction, ids=lambda direction: direction.value)
+def late_stage(request: pytest.FixtureRequest, cuda: Device) -> Iterator[Stage]:
+    """The first four layers are a group of their own whose blocks are all null: their slices move nothing."""
+    case = _case(request.param)
+    (cache,), (whole,) = case.caches, case.requests
+    caches = (replace(cache, layers=tuple(range(4))), replace(cache, layers=tuple(range(4, 32))))
+    tables = ((99,) * 32, whole.block_ids[0])
+    case = replace(case, caches=caches, requests=(TransferRequest(512, tables, null_block=99),))
+    trial = Trial(case)
+    with PlacedTrial(cuda, trial) as placed:
+        memory = _as_tensor(placed.engine_address, placed.engine_bytes)
+        yield Stage(trial, placed, memory, torch.cuda.Stream())
+        torch.cuda.synchronize()
+
+
 def _submit(engine: TransferEngine, stage: Stage, method: CopyMethod, fence: Fence | None) -> Transfer:
     case = stage.trial.case
     (request,) = case.requests
@@ -77,13 +93,14 @@ def _submit(engine: TransferEngine, stage: Stage, method: CopyMethod, fence: Fen
         request.block_ids,
         request.num_tokens,
         width=1,
+        null_block=request.null_block,
         method=method,
         fence=fence,
     )
 
 
-def _engine(carrier: Carrier = Carrier.EVENT) -> TransferEngine:
-    return TransferEngine("cuda:0", staging_bytes=1 << 20, window_bytes=1 << 17, carrier=carrier)
+def _engine(carrier: Carrier = Carrier.EVENT, **options: Any) -> TransferEngine:
+    return TransferEngine("cuda:0", staging_bytes=1 << 20, window_bytes=1 << 17, carrier=carrier, **options)
 
 
 def _earlier_work(stage: Stage) -> None:
@@ -95,9 +112,9 @@ def _earlier_work(stage: Stage) -> None:
         stage.memory.copy_(wanted, non_blocking=True)
 
 
-def _run_behind(stage: Stage, method: CopyMethod, fence: str) -> bool:
+def _run_behind(stage: Stage, method: CopyMethod, fence: str, **options: Any) -> bool:
     """Whether a transfer leaves the oracle's bytes when the blocks are still being prepared as it is submitted."""
-    with _engine() as engine:
+    with _engine(**options) as engine:
         stage.memory.fill_(0x33)
         torch.cuda.synchronize()
         _earlier_work(stage)
@@ -122,6 +139,13 @@ def test_a_transfer_behind_a_fence_touches_no_block_before_the_work_that_was_the
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name.lower())
 def test_control_without_the_fence_the_same_transfer_goes_wrong(stage: Stage, method: CopyMethod) -> None:
     assert not _run_behind(stage, method, "none")
+
+
+@pytest.mark.parametrize("avoid_kernels", [False, True], ids=["kernels", "copies"])
+def test_a_method_that_is_chosen_behind_empty_slices_still_comes_after_the_fence(
+    late_stage: Stage, avoid_kernels: bool
+) -> None:
+    assert _run_behind(late_stage, CopyMethod.AUTO, "stream", avoid_kernels=avoid_kernels)
 
 
 def _read_behind_waits(stage: Stage, method: CopyMethod, carrier: Carrier, *, waits: bool) -> bool:

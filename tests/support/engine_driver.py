@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from lamella.cuda_ext.engine import RegisteredCache, TransferEngine
 from lamella.cuda_ext.transfer import CopyMethod, Transfer
 from lamella.reference import laws
 from lamella.reference.geometry import KVGeometry, ObjectForm
-from lamella.reference.layout import EngineLayout, ObjectLayout, TensorView, engine_layout
+from lamella.reference.layout import EngineLayout, KernelGroup, ObjectLayout, TensorView, engine_layout
 from lamella.reference.plan import Direction
 
 WAIT_S = 20.0
@@ -111,6 +112,16 @@ class SmallCache:
         found = self.cache[layer][:, ids[place // 4], place % 4]  # [2, tokens, H, D]
         wanted = self.objects[first_object + place // 8, :, layer, place % 8]  # [tokens, 2, H * D]
         return bool((found.reshape(2, tokens, 16) == wanted.transpose(1, 0, 2)).all())
+
+    def split_after(self, first: int) -> tuple[ObjectLayout, tuple[EngineLayout, ...]]:
+        """The same layers as two kernel groups, `first` of them in the first."""
+        groups = []
+        for layers in (range(first), range(first, self.num_layers)):
+            geometry = replace(self.geometry, num_layers=len(layers))
+            groups.append(KernelGroup(geometry, tuple(layers), 4))
+        (whole,) = self.engines
+        parts = (whole.bases[:first], whole.bases[first:])
+        return ObjectLayout(tuple(groups)), tuple(replace(whole, bases=part) for part in parts)
 
     def untouched(self) -> bool:
         return not self.cache.any()

@@ -24,12 +24,16 @@ class Footprint:
     threads: int
 
 
-def footprint(device: Device) -> Footprint:
+def resident_bytes() -> int:
+    """Memory of this process that is in use, garbage apart."""
     gc.collect()
-    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
+def footprint(device: Device) -> Footprint:
     own = f"{PREFIX}{os.getpid()}-"
     return Footprint(
-        rss_bytes=resident,
+        rss_bytes=resident_bytes(),
         device_bytes=_device_bytes(device),
         shared_files=sum(path.name.startswith(own) for path in Path("/dev/shm").iterdir()),
         descriptors=len(os.listdir("/proc/self/fd")),

@@ -11,6 +11,7 @@ import torch
 
 from lamella.connector.vllm_engine import TRY_GRAPH_WAITS
 from lamella.cuda_ext.arrival import AfterEvent
+from lamella.cuda_ext.engine import Fault
 from lamella.cuda_ext.torch import event_handle
 from lamella.reference.plan import Direction
 from lamella.reference.slices import Slice
@@ -108,7 +109,7 @@ def test_a_copy_that_fails_behind_a_replay_is_reported_in_that_step(full: LiveEn
     right = stored(full)
     reached = 5 * windows_of_a_load(full) // LAYERS
     begun = full.worker.engine.lane(Direction.RETRIEVE).windows
-    full.worker.engine.plant_fault(Direction.RETRIEVE, begun + reached, on_completion=True)
+    full.worker.engine.plant_fault(Direction.RETRIEVE, begun + reached, Fault.COMPLETED)
     with replays(full) as seen:
         answers = loaded_and_shared(full)
     assert full.worker.engine.lane(Direction.RETRIEVE).windows > begun + reached, "the planted fault was not met"

@@ -60,7 +60,7 @@ typedef struct lm_engine_options {
   int32_t num_layers;      /* most layers of a stage that will be registered */
   int64_t staging_bytes;   /* of the ring that both lanes share; at least 4 windows */
   int64_t window_bytes;    /* of one window */
-  int64_t in_flight_bytes; /* bound at the device, a lane */
+  int64_t in_flight_bytes; /* bound on the wire, a lane; what has left it and waits for a kernel the ring bounds */
   int64_t turn_bytes;      /* copied until copies of others may come in between; 0: they wait for the lane's end */
   int32_t batch_entries;   /* most entries of one batched copy */
   int32_t kernel_ctas;     /* thread blocks of one scatter */
@@ -70,6 +70,14 @@ typedef struct lm_engine_options {
   int32_t gather_factor_percent; /* AUTO gathers where copies would take so much of its time; 0: never */
   lm_rates rates;
 } lm_engine_options;
+
+/* Faults that tests plant. */
+typedef enum lm_fault {
+  LM_FAULT_ISSUED = 0,    /* the window fails when it is issued */
+  LM_FAULT_COMPLETED = 1, /* or when it completes */
+  LM_FAULT_LOST = 2,      /* the device is lost before the window is issued */
+  LM_FAULT_STUCK = 3      /* the window never completes */
+} lm_fault;
 
 typedef struct lm_submission {
   int32_t cache;     /* from lm_engine_register */
@@ -114,7 +122,7 @@ typedef struct lm_progress {
 typedef struct lm_lane_status {
   int64_t thread_cpu_ns; /* processor time of the lane's thread */
   int64_t windows;
-  int64_t in_flight_bytes;
+  int64_t in_flight_bytes; /* on the wire */
   int64_t peak_in_flight_bytes;
   int64_t last_key; /* of the slice begun last */
   int64_t live;     /* transfers not yet final */
@@ -146,8 +154,8 @@ LM_API lm_status lm_engine_lane_status(lm_engine *engine, int32_t direction, lm_
 LM_API lm_status lm_engine_pending_word(lm_engine *engine, int32_t layer, uint64_t *address);
 LM_API lm_status lm_engine_wait_pending(lm_engine *engine, int32_t layer, uint64_t stream);
 
-/* For tests. Paced CPU device: lets `windows` more windows of a lane move. Any device: the lane's window `window`
- * (counted from its first) fails when it is issued (`when` 0) or when it completes (1). */
+/* For tests. Paced CPU device: lets `windows` more windows of a lane move. Any device: at the lane's window `window`
+ * (counted from its first) there is a fault, `when` being an lm_fault. */
 LM_API lm_status lm_engine_grant(lm_engine *engine, int32_t direction, int64_t windows);
 LM_API lm_status lm_engine_plant_fault(lm_engine *engine, int32_t direction, int64_t window, int32_t when);
 
