@@ -35,7 +35,7 @@ DEEP: Final[dict[str, Any]] = {"in_flight_mb": 8192, "staging_mib": 2048, "windo
 """Everything is enqueued at the device at once; the ring holds a whole load of 16 k tokens."""
 AHEAD: Final[dict[str, Any]] = {"in_flight_mb": 768, "staging_mib": 1024}
 """As much as moves in 14 ms is enqueued: a wait for a layer on its way need not stop the model runner's thread."""
-TWO_MS: Final[dict[str, Any]] = {"in_flight_mb": 110, "staging_mib": 128}
+TWO_MS: Final[dict[str, Any]] = {"in_flight_mb": 110}
 FOUR_MS: Final[dict[str, Any]] = {"in_flight_mb": 220, "staging_mib": 256}
 """So long can a load's scatter wait for a kernel that has every multiprocessor before the link lies idle. Since 256 MiB
 are the ring's default and what waits for its scatter is not in flight, a scatter can wait so long in any case."""
@@ -103,6 +103,7 @@ _BY_ONE_KIND: Final = (
     Arm("sync_width32", {"use_layerwise": True, "layers_per_slice": 32}),
     Arm("auto", _AUTO),
     Arm("auto_ahead", {**_AUTO, **AHEAD}),
+    Arm("auto_two_ms", {**_AUTO, **TWO_MS}),
     Arm("auto_four_ms", {**_AUTO, **FOUR_MS}),
     Arm("auto_small_ring", {**_AUTO, **SMALL_RING}),
     Arm("auto_light", {**_AUTO, "bystander_weight": 0.0}),
@@ -136,7 +137,7 @@ _BY_BOTH_TOO: Final = (
     "chunk_bounded", "chunk_deep", "chunk_no_turns", "chunk_beside", "interleaved_first", "interleaved_deep_no_turns",
     "fifo_first", "fifo_first8", "fifo_deep_first", "fifo_no_turns", "fifo_deep_no_turns", "fifo_whole", "fifo_jit",
     "fifo_width8", "fifo_width32", "fifo_thread", "fifo_beside", "fifo_two_ms", "fifo_four_ms", "fifo_ahead",
-    "fifo_small_ring", "sync", "sync_width32", "auto", "auto_four_ms", "auto_ahead", "auto_small_ring",
+    "fifo_small_ring", "sync", "sync_width32", "auto", "auto_two_ms", "auto_four_ms", "auto_ahead", "auto_small_ring",
 )  # fmt: skip
 
 
@@ -169,6 +170,7 @@ _DIFFERENCES: Final[tuple[tuple[str, str, str], ...]] = (
     ("the same, joining the next step", "sync", "sync_ahead"),
     ("the same, chosen", "auto", "auto_ahead"),
     ("110 MB enqueued instead of 55", "fifo_first", "fifo_two_ms"),
+    ("the same, chosen", "auto", "auto_two_ms"),
     ("220 MB enqueued instead of 55", "fifo_first", "fifo_four_ms"),
     ("the same, chosen", "auto", "auto_four_ms"),
     ("a staging ring of 256 MiB instead of 64", "fifo_small_ring", "fifo_first"),
