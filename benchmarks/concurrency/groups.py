@@ -65,9 +65,8 @@ _BOTH_LEAST: Final = (*CHUNK_MAJOR_BOTH, "fifo_both_graphs", "auto_both_graphs")
 _BOTH_ALONE: Final = (*_BOTH_LEAST, "sync_both_graphs")
 _BOTH_IN_FLIGHT: Final = (
     CHUNK_MAJOR_BOTH[0], "fifo_both_graphs", "fifo_small_ring_both_graphs", "fifo_two_ms_both_graphs",
-    "fifo_four_ms_both_graphs",
-    "auto_both_graphs", "auto_small_ring_both_graphs", "auto_two_ms_both_graphs",
-    "auto_four_ms_both_graphs",
+    "fifo_four_ms_both_graphs", "fifo_ahead_both_graphs", "auto_both_graphs", "auto_small_ring_both_graphs",
+    "auto_two_ms_both_graphs", "auto_four_ms_both_graphs", "auto_ahead_both_graphs",
 )  # fmt: skip
 _RECOMPUTE: Final = "recompute_full_graphs"
 _MIDDLE: Final = dataclasses.replace(_CORE[0], arms=_FEW)
