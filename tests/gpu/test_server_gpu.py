@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from child_process import environment
 from lamella.cuda_ext._library import LibraryMissingError
 from lamella.cuda_ext.device import Device
 from lamella.reference.geometry import KVGeometry, ObjectForm
@@ -230,13 +231,14 @@ def test_ranks_killed_at_once_leave_no_gpu_memory_and_no_file(folder: Path) -> N
 def _kill_a_rank(folder: Path, device: Device) -> tuple[int, int]:
     """Its pid, and the GPU's free bytes while it lived with 1 GiB."""
     code = (
-        "import sys; from pathlib import Path; import test_server_gpu as t\n"
+        "import sys; from pathlib import Path; import gpu.test_server_gpu as t\n"
         "rank = t.Rank(2048); worker = t._join(Path(sys.argv[1]), rank, t.TransferSide.SERVER)\n"
         "t._store(worker, rank); print('up', flush=True); sys.stdin.read()"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{Path(__file__).parent}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, "-c", code, str(folder)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline().strip() == "up"
         held = device.facts().free_bytes
