@@ -323,7 +323,7 @@ def _server_folder(text: str) -> Path:
 
 def _check_number(name: str, value: object, kind: Any, least: float | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, kind):
-        raise TypeError(f"{name} must be a number, got {value!r}")
+        raise TypeError(f"{name} must be a {'whole ' if kind is int else ''}number, got {value!r}")
     if not (0 < value if least is None else least <= value) or value == float("inf"):  # type: ignore[operator]
         wanted = "positive" if least is None else f"at least {least:g}"
         raise ValueError(f"{name} must be {wanted} and finite, got {value}")

@@ -44,6 +44,11 @@ def engine_options(
     kind, ordinal = _parse_device(device)
     for name, size in sizes.items():
         check_whole(name, size, 0 if name in _MAY_BE_NONE_AT_ALL else 1, _MOST.get(name, _MOST_BYTES))
+    if sizes["staging_bytes"] // sizes["window_bytes"] > _MOST_COUNT:
+        raise ValueError(
+            f"staging_bytes must hold at most {_MOST_COUNT:,} windows, got {sizes['staging_bytes']:,} for windows of "
+            f"{sizes['window_bytes']:,} bytes: lower it, or raise window_bytes"
+        )
     for name, switch in switches.items():
         if not isinstance(switch, bool):
             raise TypeError(f"{name} must be True or False, got {switch!r}")

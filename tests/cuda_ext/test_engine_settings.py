@@ -116,6 +116,13 @@ def test_what_the_native_code_cannot_hold_is_refused_not_cut_to_its_lowest_bits(
             TransferEngine(**{name: wrong})  # type: ignore[arg-type]
 
 
+def test_more_windows_than_the_native_code_counts_are_refused() -> None:
+    """It counted 2^32 of them as none: the engine had no ring, and staged transfers waited for their deadline."""
+    sentence = "staging_bytes must hold at most 2,147,483,647 windows, got 4,294,967,296 for windows of 1 bytes: lower"
+    with pytest.raises(ValueError, match=sentence):
+        TransferEngine(staging_bytes=1 << 32, window_bytes=1)
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
