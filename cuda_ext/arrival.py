@@ -123,8 +123,8 @@ class GraphWaits:
     def gate(self, transfer: Transfer, stream: int, timeout_s: float = 1.0) -> None:
         """Replays enqueued on `stream` from now on wait, layer by layer, for what of the transfer has not landed.
 
-        What is on its way already is waited for by `stream` itself, at most the bytes in flight. Does nothing for a
-        transfer that has landed.
+        What is on its way already is waited for by `stream` itself: what the lane has on the wire or in the staging
+        ring. Does nothing for a transfer that has landed.
 
         Raises:
             TransferStopped: the transfer failed or was cancelled, or was gated before.

@@ -41,7 +41,7 @@ DEFAULT_WINDOW_BYTES = 16 << 20
 """Copies pause about 3.5 µs between windows (measured on an H200), so a window is 0.3 ms of wire."""
 
 DEFAULT_IN_FLIGHT_BYTES = 55_000_000
-"""About a millisecond of a PCIe 5 x16 link; the staging ring bounds staged transfers below that."""
+"""About a millisecond of a PCIe 5 x16 link."""
 
 DEFAULT_TURN_BYTES = 32 << 20
 """Two thirds of a millisecond of wire: what the inference engine's own copies may wait for a lane, at no cost to it.
@@ -55,7 +55,7 @@ _log = logging.getLogger(__name__)
 
 
 class LaneStatus(NamedTuple):
-    """A lane's thread and queue at one moment."""
+    """A lane's thread and queue at one moment. Bytes in flight are those on the wire."""
 
     thread_cpu_ns: int
     windows: int
@@ -367,7 +367,8 @@ class TransferEngine:
         Raises:
             ValueError: a bound below 0 or of more than 30 years; the engine is as it was.
             TimeoutError: the device did not drain within the bound. The engine is closed all the same; its device
-                memory stays taken, because copies may still use it.
+                memory stays taken, because copies may still use it, and `on_drained` of what has not drained is never
+                called. Streams that wait for a transfer's words are let go at its deadline.
         """
         bound_ns = timeout_ns(timeout_s)  # first: the threads end only by a close that was begun
         native = self._native
