@@ -20,7 +20,7 @@ import dataclasses
 import json
 import signal
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,8 +77,26 @@ def _subject(row: Row) -> tuple[str, str]:
 
 
 def commits_of(runs: Sequence[Sequence[Row]]) -> dict[str, str]:
-    """Of each cell the commit, as seven digits, of the run whose repeats `newest` takes."""
-    return {cell: commit_of(runs[number]) for (kind, cell), number in _last(runs).items() if kind == "repeat"}
+    """Of each cell the commit, as seven digits, of the engine of the repeats that `newest` takes; of several, all."""
+    ran: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for number, rows in enumerate(runs):
+        for commit, part in of_each_commit(rows).items():
+            for row in part:
+                if row["kind"] == "repeat":
+                    ran[number, row["cell"]["name"]].add(commit)
+    return {cell: "+".join(sorted(ran[number, cell])) for (kind, cell), number in _last(runs).items()
+            if kind == "repeat"}  # fmt: skip
+
+
+def of_each_commit(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """A run's lines by the commit, as seven digits, of the engine that stands before them."""
+    parts: dict[str, list[Row]] = {}
+    commit = "-"
+    for row in rows:
+        if row["kind"] == "engine":
+            commit = str(row["commit"])[:7]
+        parts.setdefault(commit, []).append(row)
+    return parts
 
 
 def commit_of(rows: Sequence[Row]) -> str:
@@ -87,8 +105,8 @@ def commit_of(rows: Sequence[Row]) -> str:
 
 
 def by_run(runs: Sequence[Sequence[Row]]) -> list[tuple[str, Mapping[str, CellFigures]]]:
-    """Of each run its commit and its cells."""
-    return [(commit_of(rows), figures_of(rows)) for rows in runs]
+    """Of each run its commit and its cells; one of engines of several commits is a run of each."""
+    return [(commit, figures_of(part)) for rows in runs for commit, part in of_each_commit(rows).items()]
 
 
 def each_run(runs: Mapping[str, Sequence[Row]]) -> str:

@@ -8,7 +8,7 @@ import pytest
 from concurrency.choices import choices_table
 from concurrency.figures import Verdict, figures_of
 from concurrency.goals import first_tokens, goals
-from concurrency.report import commits_of, each_run, newest
+from concurrency.report import by_run, commits_of, each_run, newest
 from concurrency.tables import cells_table, differences_table, gains_table, predictions_of
 from concurrency.two_gpus import beside_one_gpu
 
@@ -184,6 +184,15 @@ def test_of_several_commits_each_cell_is_of_the_last_run_that_has_it() -> None:
         "| a | auto | bbbbbbb | 55.0 | - | - | - | - |",
         "| b | auto | aaaaaaa | 70.0 | -12.5% (fifo_first) | - | - | - |",
     ]
+
+
+def test_a_recording_of_two_engines_tells_each_cell_by_its_own_engines_commit() -> None:
+    rows = [{"kind": "engine", "commit": "a" * 40}, *run("a", {"chunk_bounded": 100, "auto": 60})]
+    rows += [{"kind": "engine", "commit": "b" * 40}, *run("b", {"chunk_bounded": 100, "auto": 70})]
+    assert commits_of([rows]) == {"a": "aaaaaaa", "b": "bbbbbbb"}
+    assert [(commit, list(cells)) for commit, cells in by_run([rows])] == [("aaaaaaa", ["a"]), ("bbbbbbb", ["b"])]
+    again = run("a", {"fifo_first": 80})
+    assert commits_of([[*rows, *again]]) == {"a": "aaaaaaa+bbbbbbb", "b": "bbbbbbb"}, "one cell of two engines"
 
 
 def test_a_run_that_ended_before_two_repeats_of_an_arm_did_not_measure_the_cell() -> None:
