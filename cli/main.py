@@ -15,9 +15,10 @@ import io
 import os
 import pkgutil
 import sys
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
+from typer.core import TyperGroup
 
 import lamella
 import lamella.cli
@@ -31,6 +32,24 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+class _Verbs(TyperGroup):
+    """The verbs, and what is said of a value that Typer could not read: its sentence alone does not name it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """What the verb returns.
+
+        Raises:
+            typer.BadParameter: an option's value is not of its type or range; the message ends with the value.
+        """
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as mistake:
+            details = getattr(mistake.__cause__, "errors", None)  # of Pydantic, whose sentences are general
+            if callable(details):
+                mistake.message = f"{mistake.message}; got {details()[0]['input']!r}"
+            raise
+
+
 def build_app() -> typer.Typer:
     """The application with every verb of this package registered, in alphabetical order.
 
@@ -40,6 +59,7 @@ def build_app() -> typer.Typer:
     # Plain text, not panels: an error must be one sentence that a terminal, a log and a test read alike.
     app = typer.Typer(
         name="lamella",
+        cls=_Verbs,
         help="Moves an LLM's KV cache one slice of layers at a time, and says beforehand whether that pays.",
         no_args_is_help=True,
         add_completion=False,

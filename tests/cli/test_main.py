@@ -106,3 +106,23 @@ def test_help_calls_what_a_verb_takes_by_the_documents_names(verb: str, named: s
     done = subprocess.run([*COMMAND, verb, "--help"], capture_output=True, text=True, check=True)
     assert named in done.stdout
     assert "list[str]" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "option", "value"),
+    [
+        (["verify", "--tokens", "ten"], "--tokens", "ten"),
+        (["replay", "--rate-scale", ""], "--rate-scale", ""),
+        (["calibrate", "mine.json", "--repeats", "0"], "--repeats", "0"),
+        (["bench", "transfer", "--repeats", "1.5"], "--repeats", "1.5"),
+    ],
+)
+def test_a_value_that_is_not_of_its_options_type_or_range_is_named(
+    arguments: list[str], option: str, value: str, tmp_path: Path
+) -> None:
+    done = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert done.returncode == 2
+    said = done.stderr.splitlines()[-1]
+    assert option in said
+    assert re.search(rf"\bgot '?{re.escape(value)}'?$", said), said
+    assert not list(tmp_path.iterdir()), "nothing is written"
