@@ -21,7 +21,7 @@ from concurrency.two_gpus import beside_one_gpu, launches_table, limits_table
 from before_batch_words import before_batch, ranks
 from concurrency_words import of_other_runs, phrases, pm, ranges
 from finding_words import finding, finding_by_graphs
-from long_hits_words import in_flight, long_hits
+from long_hits_words import in_flight, long_hits, wire_alone
 from prefill_graphs_words import prefill_graphs, shortest_prompts
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -45,6 +45,7 @@ ONE_GPU: Final = (
     "h200-2026-11-30-grid-finding-by-graphs",
     "h200-2026-11-30-grid-eight-and-peers",
     "h200-2026-11-30-grid-in-flight",
+    "h200-2026-11-30-grid-wire-alone",
 )
 """In the order in which a cell's last one counts; the first three have answers and 50 tokens that no later one has."""
 TWO_GPUS: Final = (
@@ -67,6 +68,8 @@ BEFORE: Final = (
     "h200-2026-11-30-grid-two-steps",
 )
 """Of no cell the last; some of their fixed arms are in no later one."""
+IN_FLIGHT: Final = ("h200-2026-11-30-grid-in-flight", "h200-2026-11-30-grid-wire-alone")
+"""Of the engine that counts in flight what waits for its scatter too, and of the one that does not."""
 OTHER_RUNS: Final = (
     "h200-2026-11-30-grid-quick-cores",
     "h200-2026-11-30-grid-more-cells",
@@ -146,10 +149,9 @@ def _prefill_graphs(runs: list[list[Any]]) -> list[str]:
     return [row for row in rows if row.startswith("| prefills replay captured graphs too")]
 
 
-def _in_flight(runs: list[list[Any]]) -> list[str]:
-    """What more bytes in flight change."""
-    rows = rows_of(differences_table(figures_of(newest(runs))))
-    return [row for row in rows if "_in_flight_both |" in row and "| chunk_both_graphs |" not in row]
+def _in_flight(recording: list[Any]) -> list[str]:
+    """What more bytes in flight change, and a larger ring."""
+    return [row for row in rows_of(differences_table(figures_of(recording))) if "| chunk_both_graphs |" not in row]
 
 
 def wanted(recorded: Recorded) -> Tables:
@@ -164,7 +166,7 @@ def wanted(recorded: Recorded) -> Tables:
         "One thing at a time": rows_of(causes_table(figures_of(newest(one)))),
         "What the link alone needs": _shared_link(one),
         "Loads that begin before their batch": [*_before_batch(one), *_before_batch(two)],
-        "Bytes in flight": _in_flight(one),
+        "Bytes in flight": [row for name in IN_FLIGHT for row in _in_flight(recorded[name])],
         "Prefills that replay graphs": [*_prefill_graphs(one), *_prefill_graphs(two)],
         "Two GPUs, tensor parallel 2": [
             *_goals(two),
@@ -208,11 +210,12 @@ def phrases_of(recorded: Recorded, sections: Tables) -> list[str]:
     over = over_runs(by_run([recorded[name] for name in ONE_GPU]))
     quiet = figures_of(recorded["h200-2026-11-30-grid-two-steps"])
     each = [figures_of(recorded[name]) for name in TWO_GPUS]
+    before, since = (figures_of(recorded[name]) for name in IN_FLIGHT)
     return [
         *phrases(now, two, quiet, over), *ranges(sections), *finding(now), *finding_by_graphs(now),
         *before_batch(now, two), *ranks(each, now),
         *prefill_graphs(now, two, over, sections),
-        *long_hits(now), *in_flight(now),
+        *long_hits(now, before), *in_flight(before), *wire_alone(since),
         control_of_graph_waits(),
         heavier_weights(*(figures_of(recorded[f"h200-2026-11-30-grid-{name}"]) for name in ("one-step", "two-steps"))),
         *of_other_runs(

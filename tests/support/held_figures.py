@@ -15,7 +15,7 @@ _FIGURE: Final = re.compile(
 )
 _NO_MEASUREMENT: Final = (
     "vLLM 0.26", "Llama-3.1-8B", "standard errors of at most 2% in both arms", "drifted by at most 5%",
-    "differ by at most 5%", "(at least 80%)", "with 0, 0.3 and 2", "0.3 (the default)",
+    "differ by at most 5%", "(at least 80%)", "with 0, 0.3 and 2", "with 2 instead of 0.3", "0.3 (the default)",
     "at most 5 points less than one GPU", "must be at most 2 points", "itself uncertain by 70%",
     "error is above 2%", "within 2% of the baseline's", "the 5% that are allowed", "at the same T/P (within 15%)",
     "errors of at most 2%", "1.3 times as long", "a fixed loop of 0.7 ms", "(0.7 ms on a quick one)",

@@ -59,7 +59,7 @@ def prefill_graphs(now: Cells, two: Cells, over: Mapping[str, Line], rows: Mappi
         f"eight with 768 it was {eight.percent_and_error()} in the newer run and {together[twice]} over two, not shown",
         f"over two runs {together[f'C = 4, new = 256, {BOTH}']}",
         f"over two runs {together[f'C = 1, new = 768, {BOTH}']}",
-        f"{together[f'C = 4, new = 768, {BOTH}']} over two runs at four with 768",
+        f"{together[f'C = 4, new = 768, {BOTH}']} over three runs at four with 768",
         f"over two runs {together[BYSTANDERS]} of `auto`",
         f"{small.percent_and_error()} ({small.pair})",
         f"{0.55 * small.base.ttft.value:.1f} ms were wanted, and the "
