@@ -16,7 +16,7 @@ from lamella.connector.cache_shapes import DescribedCaches, GroupShape, describe
 from lamella.connector.captured_waits import CapturedWaits
 from lamella.connector.connector_metrics import Metrics
 from lamella.connector.engine_facts import is_taken_back_whole
-from lamella.connector.mover import PoolMover, RankPlace
+from lamella.connector.mover import Mover, PoolMover, RankPlace
 from lamella.connector.observations import Observations, marks_of
 from lamella.connector.safety_rules import ALL_RULES, SafetyRules
 from lamella.connector.slice_width import choose_width, planned_slices
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _GIB: Final = 1 << 30
 _STORE_FLUSH_S: Final = 10.0
+_UNDRAINED: Final[list[Mover]] = []
+"""Whose device may still read and write their host memory, which is unmapped with them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,4 +385,8 @@ class WorkerSide:
         except TimeoutError as error:
             _log.error("stores are lost: %s", error)
         self.stores.close()
-        self.mover.close()
+        try:
+            self.mover.close()
+        except TimeoutError as error:  # if it were raised, vLLM would keep this connector for the process's next engine
+            _log.error("%s: %s; the memory of its transfers stays taken", self._device, error)
+            _UNDRAINED.append(self.mover)

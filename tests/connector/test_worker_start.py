@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import partialmethod
 from typing import Any
 
 import pytest
 
 from lamella.connector.cache_shapes import GroupShape
+from lamella.connector.mover import PoolMover
+from lamella.connector.step_orders import StoreOrder
 from lamella.connector.vllm_settings import ConnectorSettings
-from lamella.connector.vllm_worker import RankFacts, WorkerSide
+from lamella.connector.vllm_worker import _UNDRAINED, RankFacts, WorkerSide
+from lamella.cuda_ext.engine import Fault, TransferEngine
 from lamella.reference.geometry import ObjectForm
 from lamella.reference.keys import KeySpace
+from lamella.reference.plan import Direction
 
 torch = pytest.importorskip("torch")
 LAYERS = 4
@@ -65,3 +70,19 @@ def test_windows_that_hold_no_block_are_said_with_their_setting() -> None:
     with pytest.raises(ValueError, match=r"^window_mib 1: .*at least 2097152 .*; raise it$"):
         start(caches, GroupShape(tuple(caches), 16, 64, 256), window_mib=1, host_pool_gib=0.1)
     start(caches, GroupShape(tuple(caches), 16, 64, 256), window_mib=2, host_pool_gib=0.1).close()
+
+
+def test_a_device_that_does_not_drain_ends_no_shutdown_and_keeps_the_memory_that_it_may_use(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What was raised left vLLM with this rank's connector: an engine made next moved chunks of another size by it."""
+    monkeypatch.setattr(TransferEngine, "close", partialmethod(TransferEngine.close, timeout_s=0.1))
+    rank = start()
+    mover = rank.mover
+    assert isinstance(mover, PoolMover)
+    mover.engine.plant_fault(Direction.STORE, 0, Fault.STUCK)
+    blocks = ((1, 2),)
+    mover._store(StoreOrder(1, "r", (0,), 0, blocks, 32, 0, ()), rank.slices).wait_recorded(1, 10)
+    rank.close()
+    assert "cpu: the device did not drain within the bound; the memory of its transfers stays taken" in caplog.text
+    assert _UNDRAINED.pop() is mover
